@@ -225,6 +225,36 @@ class Packing(Protocol):
 
 
 @runtime_checkable
+class Branching(Protocol):
+    """A session that evaluates continuations of one prompt in one sequence."""
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether sequences of so many tokens can branch: the model has no state that is carried from token to
+        token, and no window of attention that is shorter."""
+        ...
+
+    def evaluate_branches(
+        self,
+        ids: np.ndarray,
+        position_ids: np.ndarray,
+        branches: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Return the negative log likelihood of each label, float32 [labels].
+
+        Args:
+            ids: int64 [rows, tokens]; a prompt, then its continuations one after the other, then padding.
+            position_ids: int64 [rows, tokens]; a continuation's positions go on from the prompt's.
+            branches: int64 [rows, tokens]: 0 for the prompt, another number for each continuation. A token sees the
+                prompt and its own continuation, up to itself.
+            sources: int64 [labels]: row * tokens + place of the token that predicts the label.
+            labels: int64 [labels].
+        """
+        ...
+
+
+@runtime_checkable
 class Replaying(Protocol):
     """A session of a zeroth-order method, whose logged steps can be applied again."""
 

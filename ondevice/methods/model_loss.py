@@ -83,6 +83,28 @@ def evaluate(
     return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
 
+def evaluate_branches(
+    family: Family,
+    ids: np.ndarray,
+    position_ids: np.ndarray,
+    branches: np.ndarray,
+    sources: np.ndarray,
+    labels: np.ndarray,
+    tiles: int,
+    answers: tuple[int, ...] = (),
+) -> np.ndarray:
+    """Return `Branching.evaluate_branches` for a plain model."""
+    device = family.head_weight.device
+    with torch.inference_mode():
+        tree = (torch.from_numpy(part).to(device) for part in (ids, position_ids, branches))
+        hidden_ND = family.branched_hidden(*tree).flatten(0, 1)[
+            torch.from_numpy(sources).to(device)
+        ]
+        labels_N = torch.from_numpy(labels).to(device)
+        nll_N = method_token_nll(family, hidden_ND, labels_N, tiles, answers)
+    return nll_N.float().cpu().numpy()
+
+
 @torch.no_grad()
 def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) -> None:
     """Copy arrays into parameters of the same names and shapes.
@@ -116,6 +138,14 @@ class ModelSession:
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
         return evaluate(self.loaded.family, ids, labels, self.tiles)
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
+        return self.loaded.family.takes_branches(length_tokens)
+
+    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        return evaluate_branches(self.loaded.family, *tree, tiles=self.tiles)
 
     def save_model(self, folder: Path) -> None:
         """Write the model as transformers loads it, with its tokenizer."""

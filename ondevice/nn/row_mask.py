@@ -27,6 +27,17 @@ def row_mask(position_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
+def branch_mask(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [B, 1, T, T] of prompts with continuations: a token sees branch 0,
+    which is the prompt, and its own branch, up to itself."""
+    length = branches_BT.shape[1]
+    keys_B1T = branches_BT[:, None, :]
+    seen = (keys_B1T == 0) | (keys_B1T == branches_BT[:, :, None])
+    seen &= torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
 def of_rows(table_1TX: Tensor, position_ids_BT: Tensor) -> Tensor:
     """Return each token's entry of a table by position: [B, T, ...] of [1, T, ...]."""
     return table_1TX[0][position_ids_BT]

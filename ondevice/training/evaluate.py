@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ondevice.core.errors import DataError
-from ondevice.data.batching import pad_examples, round_up
 from ondevice.data.tasks.scoring import (
     exact_match,
     expected_value,
@@ -25,15 +22,14 @@ from ondevice.data.tasks.scoring import (
     spearman,
     wilson_interval,
 )
+from ondevice.training.candidates import score_examples
 
 if TYPE_CHECKING:
     from ondevice.core.session import Evaluator
-    from ondevice.data import Dataset, Example, Item
+    from ondevice.data import Dataset, Item
 
 Generate = Callable[[tuple[int, ...]], str]
 """Prompt ids to the model's answer, decoded and without the prompt."""
-
-DEFAULT_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -136,11 +132,12 @@ def evaluate_dataset(
     generate: Generate | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> EvalResult | None:
-    """Run `session.evaluate` over a data set.
+    """Run a session over a data set.
 
     A classification or multiple-choice row is scored once for each candidate; the candidate with the highest
-    mean log likelihood a token is the answer (MeZO's protocol, which P-RGE follows). The session's batch is
-    always filled; the last one is padded with copies that are not counted.
+    mean log likelihood a token is the answer (MeZO's protocol, which P-RGE follows). A session that is `Branching`
+    computes a prompt once for all its candidates. A program's batch is always filled; the last one is padded with
+    copies that are not counted.
 
     Args:
         rows: evaluate only the first so many.
@@ -158,25 +155,9 @@ def evaluate_dataset(
     items = dataset.items[:rows]
     if not items:
         raise DataError("there are no rows to evaluate", hint="check `data.eval_path`")
-    # Score every example of every row. Longest first: neighbours are of about one length, so little is padding, and
-    # memory that does not suffice fails in the first batch.
-    jobs = [
-        (index, slot, example)
-        for index, item in enumerate(items)
-        for slot, example in _examples(item)
-    ]
-    jobs.sort(key=lambda job: -len(job[2].ids))
-    totals: dict[tuple[int, int], tuple[float, int]] = {}
-    size = session.eval_batch_size or batch_size or DEFAULT_BATCH_SIZE
-    for start in range(0, len(jobs), size):
-        if should_stop is not None and should_stop():
-            return None
-        batch = jobs[start : start + size]
-        nll, counts = _run(
-            session, [example for _, _, example in batch], items[batch[0][0]], size, pad_id
-        )
-        for (index, slot, _), loss, count in zip(batch, nll, counts):
-            totals[index, slot] = float(loss), int(count)
+    totals = score_examples(session, items, pad_id, batch_size, should_stop)
+    if totals is None:
+        return None
     # Predict row by row, in the order of the data; answers are generated here, one at a time.
     predictions, gold_nll, gold_tokens = [], 0.0, 0
     for index, item in enumerate(items):
@@ -218,39 +199,6 @@ def _measure(dataset: Dataset, items: list[Item], predictions: list[Prediction])
     if math.isfinite(value):
         return value
     return None
-
-
-def _examples(item: Item) -> list[tuple[int, Example]]:
-    """List the candidates under their index, and the right answer under -1 if it is not one of them."""
-    slots = list(enumerate(item.candidates))
-    if item.gold is not None:
-        return slots
-    return [(-1, item.example), *slots]
-
-
-def _run(
-    session: Evaluator, examples: list[Example], longest: Item, size: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    need = max(len(example.ids) for example in examples)
-    buckets = session.lengths_tokens
-    length = (
-        round_up(need)
-        if buckets is None
-        else next((bucket for bucket in buckets if bucket >= need), None)
-    )
-    if length is None:
-        raise DataError(
-            f"line {longest.line} of the evaluation data is longer than the program takes",
-            expected=f"at most {max(buckets or (0,))} tokens",
-            received=f"{need} tokens",
-            hint="export the program with a longer sequence, or lower `data.max_length_tokens`",
-        )
-    fill = (
-        size - len(examples) if session.eval_batch_size else 0
-    )  # an exported program takes full batches only
-    batch = pad_examples([*examples, *[examples[-1]] * fill], length, pad_id)
-    nll, counts = session.evaluate(batch.ids, batch.labels)
-    return np.asarray(nll)[: len(examples)], np.asarray(counts)[: len(examples)]
 
 
 def _score(nll: float, count: int) -> float:

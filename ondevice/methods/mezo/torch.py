@@ -187,6 +187,15 @@ class MezoSession(PackingSession):
             self.family, ids, labels, self.config.loss_tiles, self.config.answers
         )
 
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
+        return self.family.takes_branches(length_tokens)
+
+    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        settings = {"tiles": self.config.loss_tiles, "answers": self.config.answers}
+        return model_loss.evaluate_branches(self.family, *tree, **settings)
+
     def state(self) -> dict[str, np.ndarray]:
         """Return all parameters, in float32 (exact for narrower types), and the seed."""
         tensors = {

@@ -91,6 +91,10 @@ class AnyDecoder(Family):
         """Refuse, as `block` does."""
         raise self.dims.unknown("computing a single block")
 
+    def takes_branches(self, length: int) -> bool:
+        """Return False: a block may carry a state from token to token."""
+        return False
+
     def hidden(
         self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:

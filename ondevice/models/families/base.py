@@ -336,6 +336,22 @@ class Family(GGUFFamily):
             position_ids, h.dtype
         )
 
+    def takes_branches(self, length: int) -> bool:
+        """Return whether `branched_hidden` takes sequences of so many tokens: no window of
+        attention, which counts tokens of the sequence, hides one of them."""
+        return length <= self.dims.traits.shortest_window(length)
+
+    def branched_hidden(self, ids: Tensor, position_ids: Tensor, branches: Tensor) -> Tensor:
+        """Compute `hidden` of prompts with their continuations, each int64 [B, T]; see
+        `core.session.Branching`."""
+        from ondevice.nn.row_mask import branch_mask, of_rows
+
+        h = self.embed(ids, position_ids)
+        length = int(position_ids.max()) + 1
+        tables: Any = self.positions(length, h.device, h.dtype)
+        position: Any = tuple(of_rows(table, position_ids) for table in tables)
+        return self._through_blocks(h, position, branch_mask(branches, h.dtype))
+
     def hidden(
         self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
@@ -351,9 +367,7 @@ class Family(GGUFFamily):
             position = self.positions(ids.shape[1], h.device, h.dtype)
         else:
             position, mask = self.packed(h, position_ids)
-        for i in range(self.dims.layers):
-            h = self.block(i, h, position, mask)
-        return self.final_norm(h)
+        return self._through_blocks(h, position, mask)
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
         """Compute labels' negative log likelihood; see `ondevice.nn.cross_entropy.token_nll`."""
@@ -366,6 +380,11 @@ class Family(GGUFFamily):
         from ondevice.nn.cross_entropy import token_nll
 
         return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)
+
+    def _through_blocks(self, h: Tensor, position: Any, mask: Tensor | None) -> Tensor:
+        for i in range(self.dims.layers):
+            h = self.block(i, h, position, mask)
+        return self.final_norm(h)
 
     def _parent(self, target: str) -> str:
         if target not in self.linear_parents:

@@ -181,6 +181,10 @@ class Classifier(Family):
         """Nothing: a block ends with its norm."""
         return h
 
+    def takes_branches(self, length: int) -> bool:
+        """Return False: an encoder has no continuations."""
+        return False
+
     def hidden(
         self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
