@@ -6,7 +6,12 @@
 
 A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results:
 ROOM/NAME/MACHINE -->` and `<!-- /results -->`. A benchmark that has no result yet shows its
-command. The format of a result file is in benchmarks/results/README.md.
+command. The format of a result file is in benchmarks/results/README.md. A page that needs only some
+figures names them, one line each, before the marker's end; the table then has no notes:
+
+    <!-- results: mesp/memory
+    rows: method = MeSP | checkpoint a block; tokens = 256
+    columns: method, step_bytes -->
 """
 
 from __future__ import annotations
@@ -53,7 +58,10 @@ MOVED = {
 """From the name in a recorded command, before benchmarks had rooms, to the one that runs it now; a
 result keeps the command that was run."""
 RECORDED = re.compile(r"-m benchmarks\.(" + "|".join(map(re.escape, MOVED)) + r")(?![\w.])")
-MARKED = re.compile(r"(<!-- results: ([\w./-]+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- results: ([\w./-]+)((?:\n(?:rows|columns): [^\n]+?)*) -->\n)(.*?)(<!-- /results -->)",
+    re.DOTALL,
+)
 
 
 def render(document: dict[str, Any]) -> str:
@@ -129,14 +137,49 @@ def update(text: str, results: Path) -> str:
     Raises:
         FileNotFoundError: a marker names a result that is not in `results`, and that no benchmark
             makes.
+        ValueError: a marker chooses a row or a column that the result does not have.
     """
 
     def table(match: re.Match[str]) -> str:
         files = _files(match[2], results)
-        tables = [render(json.loads(file.read_text())) for file in files] or [unmeasured(match[2])]
-        return match[1] + "\n\n".join(tables) + "\n" + match[4]
+        found = [chosen(json.loads(file.read_text()), match[3]) for file in files]
+        tables = [render(document) for document in found] or [unmeasured(match[2])]
+        return match[1] + "\n\n".join(tables) + "\n" + match[5]
 
     return MARKED.sub(table, text)
+
+
+def chosen(document: dict[str, Any], options: str) -> dict[str, Any]:
+    """Return `document` with only the rows and columns that a marker's `options` name.
+
+    Raises:
+        ValueError: no row has a value, or no column a key, that the options name.
+    """
+    if not options:
+        return document
+    words = dict(re.findall(r"(rows|columns): (.+)", options))
+    columns = document.get("columns") or [{"key": key} for key in document["rows"][0]]
+    rows = document["rows"]
+    for condition in words.get("rows", "").split(";"):
+        key, _, values = (part.strip() for part in condition.partition("="))
+        accepted = [value.strip() for value in values.split("|")]
+        present = {str(row.get(key)) for row in rows}
+        if key and not present.issuperset(accepted):
+            raise ValueError(
+                f"results: {document['benchmark']}: no row has {key} = {' or '.join(accepted)}; "
+                f"it has {', '.join(sorted(present))}"
+            )
+        rows = [row for row in rows if not key or str(row.get(key)) in accepted]
+    if "columns" in words:
+        by_key = {column["key"]: column for column in columns}
+        keys = [key.strip() for key in words["columns"].split(",")]
+        if missing := [key for key in keys if key not in by_key]:
+            raise ValueError(
+                f"results: {document['benchmark']}: no column {', '.join(missing)}; "
+                f"it has {', '.join(by_key)}"
+            )
+        columns = [by_key[key] for key in keys]
+    return {**document, "rows": rows, "columns": columns, "notes": []}
 
 
 def unmeasured(name: str) -> str:
@@ -145,10 +188,11 @@ def unmeasured(name: str) -> str:
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md, every Markdown file below docs/, and the pages of the top folders."""
+    """README.md, every Markdown file below docs/ and in develop/, and the pages of the top folders."""
     pages = [
         root / "README.md",
         *sorted((root / "docs").rglob("*.md")),
+        *sorted((root / "develop").glob("*.md")),
         *sorted(root.glob("*/README.md")),
     ]
     return list(dict.fromkeys(path for path in pages if path.is_file()))

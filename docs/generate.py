@@ -18,6 +18,7 @@ import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,29 +29,42 @@ SECTION = re.compile(r"^(Args|Returns|Raises|Attributes):$")
 HEADINGS = {"Args": "Arguments"}
 
 
+SHARED = 2
+"""From so many sections on, a flag or key with the same words is explained once, at the top."""
+
+
 def commands() -> str:
-    """Every verb of the command line with its arguments and flags."""
+    """Every verb of the command line with its arguments and flags; shared flags stand once."""
     import typer.main
 
     from ondevice.cli.app import app
 
-    parts = []
-    for name, command in _walk(typer.main.get_command(app), "ondevice"):
+    verbs = _walk(typer.main.get_command(app), "ondevice")
+    lines = {name: [(_flag(p), p) for p in command.params] for name, command in verbs}
+    uses = Counter(line for listed in lines.values() for line, _ in listed)
+    shared = [line for line, n in uses.items() if n >= SHARED and line.startswith("- `-")]
+    parts = ["## Flags of several commands", "", "\n".join(shared), ""]
+    for name, command in verbs:
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
         names = [(p.metavar or p.name.upper()).strip("[]") for p in arguments]
         usage = " ".join([name, *(n if p.required else f"[{n}]" for n, p in zip(names, arguments))])
-        rows = [(f"`{n}`", _cell(p.help), "") for n, p in zip(names, arguments)]
-        rows += [
-            (", ".join(f"`{flag}`" for flag in p.opts) + (_value(p)), _cell(p.help), _default(p))
-            for p in command.params
-            if p.opts[0].startswith("-")
-        ]
-        parts.append(
-            f"## {name}\n\n{inspect.cleandoc(command.help or '')}\n\n```text\n{usage} [FLAGS]\n```\n"
-        )
-        if rows:
-            parts.append(_table(("Flag", "Meaning", "Default"), rows))
+        about = inspect.cleandoc(command.help or "")
+        parts += [f"## {name}", "", about, "", f"```text\n{usage} [FLAGS]\n```", ""]
+        own = [line for line, _ in lines[name] if line not in shared]
+        others = [f"`{p.opts[0]}`" for line, p in lines[name] if line in shared]
+        parts += ["\n".join(own), ""] if own else []
+        parts += [f"Also: {', '.join(others)}.", ""] if others else []
     return "\n".join(parts)
+
+
+def _flag(parameter: Any) -> str:
+    """A flag or an argument as one bullet."""
+    if not parameter.opts[0].startswith("-"):
+        name = (parameter.metavar or parameter.name.upper()).strip("[]")
+        return f"- `{name}`: {_cell(parameter.help)}"
+    name = ", ".join(f"`{flag}`" for flag in parameter.opts) + _value(parameter)
+    default = _default(parameter)
+    return f"- {name}: {_cell(parameter.help)}" + (f" Default: {default}." if default else "")
 
 
 def _walk(group: Any, name: str) -> list[tuple[str, Any]]:
@@ -83,15 +97,21 @@ def settings() -> str:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.registry import methods as specs
 
+    uses = Counter(line for spec in specs() for line, _, _ in _key_lines(spec.config))
+    shared = [line for line, count in uses.items() if count >= SHARED]
     parts = []
     for key, field in RunConfig.model_fields.items():
-        if key == "method":
-            for spec in specs():
-                about = _cell(inspect.getdoc(spec.config))
-                parts += [f"## method: {spec.name}", "", about, "", _keys(spec.config), ""]
-        else:
+        if key != "method":
             section: Any = field.annotation
             parts += [f"## {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
+            continue
+        parts += ["## Keys of several methods", "", "\n".join(shared), ""]
+        for spec in specs():
+            parts += [f"## method: {spec.name}", "", _cell(inspect.getdoc(spec.config)), ""]
+            listed = _key_lines(spec.config)
+            parts += [line + _ends(default) for line, _, default in listed if line not in shared]
+            also = [f"`{name}` ({default})" for line, name, default in listed if line in shared]
+            parts += ["", f"Also: {', '.join(also)}.", ""]
     return "\n".join(parts)
 
 
@@ -122,21 +142,30 @@ def fleet_settings() -> str:
 
 
 def _keys(section: Any) -> str:
+    return "\n".join(line + _ends(default) for line, _, default in _key_lines(section))
+
+
+def _ends(default: str) -> str:
+    return f" Default: {default}." if default else " Needed."
+
+
+def _key_lines(section: Any) -> list[tuple[str, str, str]]:
+    """Each key of a section: its bullet without the default, its name, its default."""
     from ondevice.core.flags import Flag
 
-    rows, described = [], section.descriptions()
+    lines, described = [], section.descriptions()
     for name, field in section.model_fields.items():
-        default = (
-            "needed"
-            if field.is_required()
-            else f"`{_plain(field.get_default(call_default_factory=True))}`"
-        )
+        if name == "name" and typing.get_origin(field.annotation) is typing.Literal:
+            continue  # the method's own name
+        default = ""
+        if not field.is_required():
+            default = f"`{_plain(field.get_default(call_default_factory=True))}`"
         flags = [(flag.name, flag.also) for flag in field.metadata if isinstance(flag, Flag)]
-        meaning = _cell(described.get(name))
+        line = f"- `{name}` ({_type(field.annotation)}): {_cell(described.get(name))}"
         if flags:
-            meaning += f" Flag: {', '.join(f'`{name}`' for name in flags[0] if name)}."
-        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, meaning))
-    return _table(("Key", "Type", "Default", "Meaning"), rows)
+            line += f" Flag: {', '.join(f'`{name}`' for name in flags[0] if name)}."
+        lines.append((line, name, default))
+    return lines
 
 
 def _plain(value: Any) -> str:
@@ -244,8 +273,8 @@ def events() -> str:
 
     notes, parts = attribute_docstrings(module.__name__), []
     for kind, event in module.KINDS.items():
-        rows = [
-            (f"`{item.name}`", f"`{item.type}`", _cell(notes.get((event.__name__, item.name), "")))
+        fields = [
+            f"- `{item.name}` ({item.type}): {_cell(notes.get((event.__name__, item.name), ''))}"
             for item in dataclasses.fields(event)
             if item.name != "time_s"
         ]
@@ -254,7 +283,7 @@ def events() -> str:
             "",
             _cell(inspect.getdoc(event)),
             "",
-            _table(("Field", "Type", "Meaning"), rows),
+            "\n".join(fields),
             "",
         ]
     return "\n".join(parts)
@@ -275,16 +304,13 @@ def manifest() -> str:
     sections += [module.TensorPort, module.StateTensor, module.Counter, module.Constant]
     notes, parts = attribute_docstrings(module.__name__), []
     for section in [*sections, module.AdapterEntry]:
-        rows = [
-            (
-                f"`{name}`",
-                f"`{_short(field.annotation)}`",
-                _cell(notes.get((section.__name__, name), "")),
-            )
+        fields = [
+            f"- `{name}` (`{_short(field.annotation)}`): "
+            + _cell(notes.get((section.__name__, name), ""))
             for name, field in section.model_fields.items()
         ]
         title, about = f"### {section.__name__}", _cell(inspect.getdoc(section))
-        parts += [title, "", about, "", _table(("Field", "Type", "Meaning"), rows), ""]
+        parts += [title, "", about, "", "\n".join(fields), ""]
     return "\n".join(parts)
 
 
@@ -418,7 +444,12 @@ def main(arguments: list[str]) -> int:
     status = 0
     folder = ROOT / "docs" / "reference"
     others = (
-        *("docs/methods/index.md", "docs/howto/models.md", "docs/conformance.md"),
+        *(
+            "docs/methods/index.md",
+            "docs/howto/models.md",
+            "docs/results/conformance.md",
+            "develop/fleet-protocol.md",
+        ),
         "README.md",
     )
     pages = [*sorted(folder.glob("*.md")), *(ROOT / name for name in others)]

@@ -22,7 +22,7 @@ SOCS = {
 """Phone chips whose NPU computes in float16."""
 PERTURBATION_SCALE = 3e-2
 """The default here, three times the method's: float16 leaves an error of some 0.01 in the
-difference of two losses, which a larger step makes small next to it (docs/android.md has the curve).
+difference of two losses, which a larger step makes small next to it (docs/results/android.md has the curve).
 """
 
 

@@ -136,7 +136,7 @@ class ProgramSpec(StrictConfig):
     """`step`: one method is a whole training step. `stages`: methods are parts of one, which the file `program` puts
     in order. `blocks`: methods are functions of a block's shape, which the host calls once a layer with that layer's
     weights (role `frozen`, from the mapped file `weights`) and its range of each state tensor; see
-    `docs/reference/block-programs.md`."""
+    `develop/block-programs.md`."""
     methods: dict[str, ProgramMethod]
     """`train_step` and `evaluate` are for the longest of `lengths_tokens`; `<name>_<tokens>` for the others."""
     state: tuple[StateTensor, ...] = ()

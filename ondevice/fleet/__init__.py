@@ -1,4 +1,4 @@
-"""A fleet: many devices train one adapter and send only numbers (docs/reference/fleet.md is the
+"""A fleet: many devices train one adapter and send only numbers (develop/fleet-protocol.md is the
 protocol).
 
 The room's lower half is pure and needs nothing but numpy: `numbers` and `messages` are what is

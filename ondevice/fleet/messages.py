@@ -1,7 +1,7 @@
 """The messages of a fleet, as bytes: little-endian, versioned, and refused with a reason if
 incomplete.
 
-docs/reference/fleet.md has the tables; `VECTORS` in tests/fleet has bytes that every implementation
+develop/fleet-protocol.md has the tables; `VECTORS` in tests/fleet has bytes that every implementation
 must give."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pairs of method and backend that this project claims, each with the model and limits it is
 tested with.
 
-`test_table.py` runs every row; `markdown()` is the table of docs/conformance.md, which `make docs`
+`test_table.py` runs every row; `markdown()` is the table of docs/results/conformance.md, which `make docs`
 writes.
 """
 
@@ -395,7 +395,7 @@ def families_markdown() -> str:
 
 
 def markdown() -> str:
-    """Return the table of docs/conformance.md."""
+    """Return the table of docs/results/conformance.md."""
     lines = ["| Method | Runs on | As |", "| --- | --- | --- |"]
     lines += [f"| {method} | {WHERE[backend]} | {claim} |" for method, backend, claim in claims()]
     return "\n".join(lines)

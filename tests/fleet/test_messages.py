@@ -32,14 +32,14 @@ VECTORS = (
         "d7010404030201060000000001020304050607" + "08090a0b0c0d0e0f" + "aa" * 32,
     ),
 )  # fmt: skip
-"""Also in docs/reference/fleet.md."""
+"""Also in develop/fleet-protocol.md."""
 
 
 @pytest.mark.parametrize(("message", "expected"), VECTORS, ids=lambda value: type(value).__name__)
 def test_bytes_are_those_of_the_reference_page(message, expected: str, root) -> None:
     assert message.to_bytes().hex() == expected
     assert type(message).from_bytes(bytes.fromhex(expected)) == message
-    assert expected in (root / "docs/reference/fleet.md").read_text(encoding="utf-8")
+    assert expected in (root / "develop/fleet-protocol.md").read_text(encoding="utf-8")
 
 
 def test_a_round_of_four_queries_and_eight_steps_is_below_256_bytes() -> None:

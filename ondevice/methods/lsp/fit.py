@@ -177,7 +177,7 @@ class Descent:
 
     def run(self) -> tuple[Tensor, ...]:
         """Return all steps; on CUDA products have TF32's precision, which learns as well
-        (docs/methods/lsp.md)."""
+        (docs/results/lsp.md)."""
         self.slope.zero_()
         self.direction.zero_()
         before = torch.get_float32_matmul_precision()

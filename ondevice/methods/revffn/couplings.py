@@ -168,7 +168,7 @@ class FullWidth(Coupling):
     block's change, 1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads
     the last h with all that is still on its way, g / (1 - g) times its last change: the embedding
     and the whole change of every block. With 0 bits it is the midpoint rule, h[k+1] = h[k-1] + 2
-    f(h[k]). docs/methods/revffn.md has what was measured.
+    f(h[k]). docs/results/revffn.md has what was measured.
     """
 
     def __init__(self, family: Family, bits: int) -> None:

@@ -1,7 +1,7 @@
 """The paper's inverse, an equation in X1, by fixed-point iteration.
 
 Section 3.1 runs one iteration from Y1 and calls the error "below machine epsilon". On pretrained
-weights it is some per cent (docs/methods/revffn.md), so here the iteration goes on, and says what
+weights it is some per cent (docs/results/revffn.md), so here the iteration goes on, and says what
 it came to.
 """
 

@@ -123,7 +123,7 @@ class AnyDims(ModelDims):
             self.trait or f"the blocks of {self.family} models are not known here",
             expected=f"blocks that {wanted} knows, or a method that takes every decoder",
             received=f"model_type {self.family!r}, {wanted}",
-            hint="choose another method, or add the type: docs/howto/add-a-model.md",
+            hint="choose another method, or add the type: develop/add-a-model.md",
             needs=Need.ANY_DECODER,
         )
 

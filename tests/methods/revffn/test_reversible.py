@@ -328,7 +328,7 @@ def test_smollm2_gradients_bit_for_bit(coupling: str) -> None:
 @torch.no_grad()
 def test_full_starts_at_the_pretrained_function() -> None:
     """Its next token is the model's, and its states are near; the loss on real rows is in
-    docs/methods/revffn.md."""
+    docs/results/revffn.md."""
     built, ids = smollm(coupling="full")
     hidden = built.family.final_norm(built.hidden(built.forward(ids)))
     logits = hidden @ built.family.head_weight.T

@@ -154,7 +154,7 @@ def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int
 def program(
     session: MlxSession, functions: dict[str, Any], batch_size: int, lengths_tokens: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the program's entire description; see docs/methods/mesp.md for what a host does with
+    """Return the program's entire description; see docs/results/mesp.md for what a host does with
     it."""
     # As data, to the last bound of a tile: the C++ and Swift hosts interpret this list and know no
     # method.

@@ -5,7 +5,7 @@ import kotlin.math.ln
 
 /**
  * A program whose methods are functions of one block: the host walks the layers, and hands in weights where the file is
- * mapped. `exporters/executorch/blocks.py` is the same walk in Python; docs/reference/block-programs.md describes it.
+ * mapped. `exporters/executorch/blocks.py` is the same walk in Python; develop/block-programs.md describes it.
  *
  * A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
  * its update. Only block inputs, the adapter and the optimizer's vectors are this process's memory. N is rows times

@@ -74,7 +74,7 @@ data class AdapterEntry(
 }
 
 /**
- * A program whose methods are functions of one block: the host calls them once a layer (docs/reference/block-programs.md).
+ * A program whose methods are functions of one block: the host calls them once a layer (develop/block-programs.md).
  *
  * @property layers how often; `{layer}` in a frozen port's name stands for the number, and each state tensor is as many
  *   equal ranges.

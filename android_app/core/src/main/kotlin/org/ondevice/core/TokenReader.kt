@@ -37,7 +37,7 @@ internal class WholeRowReader(private val columns: Int, private val padId: Int, 
 
 /**
  * A block program's functions that keep keys and values: only new tokens are computed, a prompt many at a time.
- * `exporters/executorch/blocks_model.py` is the same in Python; docs/reference/block-programs.md describes it.
+ * `exporters/executorch/blocks_model.py` is the same in Python; develop/block-programs.md describes it.
  *
  * Keys are kept [heads, width, context] and values [heads, context, width], as the products of attention read them.
  */
