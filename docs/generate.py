@@ -371,8 +371,10 @@ def _parameters(node: ast.arguments) -> list[str]:
 
 
 def _docstring(text: str) -> str:
-    """A docstring of this project as Markdown: its sections become lists."""
+    """A docstring of this project as Markdown: its sections become lists; `Raises` is left to
+    `help()` and the page of errors."""
     out, section = [], ""
+    text = re.sub(r"^Raises:\n(?:(?: .*)?\n?)*", "", text, flags=re.MULTILINE)
     for line in text.splitlines():
         if match := SECTION.match(line):
             section = match[1]
@@ -448,6 +450,7 @@ def main(arguments: list[str]) -> int:
             "docs/methods/index.md",
             "docs/howto/models.md",
             "docs/results/conformance.md",
+            "develop/artifact.md",
             "develop/fleet-protocol.md",
         ),
         "README.md",

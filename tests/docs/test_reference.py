@@ -15,11 +15,12 @@ import pytest
 PAGES = (
     *(
         f"docs/reference/{name}.md"
-        for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")
+        for name in ("api", "cli", "config", "errors", "events", "fleet")
     ),
     "docs/methods/index.md",
     "docs/howto/models.md",
     "docs/results/conformance.md",
+    "develop/artifact.md",
     "develop/fleet-protocol.md",
     "README.md",
 )
