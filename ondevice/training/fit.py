@@ -27,6 +27,7 @@ from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.data.encode import dated, encode
 from ondevice.data.examples import check_ids
 from ondevice.data.stream import Stream, StreamBatches
+from ondevice.data.tasks.example_prompt import example_prompt
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows
 from ondevice.data.tasks.trained import (
     TASK_NAME,
@@ -53,6 +54,7 @@ from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
 from ondevice.training.ordinary import Ordinary, save_ordinary
 from ondevice.training.schedule import WarmupDecay
+from ondevice.training.usage import README_NAME, readme
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -232,7 +234,8 @@ def read_rows_of(
     tokenizer = dated(plain, when)
 
     def described(dataset: Dataset) -> TrainedTask:
-        return trained_task(data, dataset, plain, task=task, date=when)
+        found = trained_task(data, dataset, plain, task=task, date=when)
+        return found.model_copy(update={"prompt": example_prompt(found, plain)})
 
     def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
         if vocabulary is None:
@@ -415,7 +418,7 @@ def fit(
         restored = True
     texts = {}
     if rows.task is not None:
-        texts = {TASK_NAME: _task_text(rows.task, model, result)}
+        texts = _texts(rows.task, model, result)
     # An adapter is saved even if the run was interrupted, a whole model (gigabytes) only if it has finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
@@ -475,7 +478,8 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
     return replace(adapter, base_model=str(path))
 
 
-def _task_text(task: TrainedTask, model: Any, result: RunResult) -> str:
+def _texts(task: TrainedTask, model: Any, result: RunResult) -> dict[str, str]:
+    """Return the files that tell how an adapter or a model is used, by name."""
     in_memory = getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
     base = BaseModel(
         source=model.source,
@@ -483,7 +487,8 @@ def _task_text(task: TrainedTask, model: Any, result: RunResult) -> str:
         sha256=None if in_memory else model.sha256,  # of files, as of a model that is loaded later
     )
     figures = result.evaluation.figures() if result.evaluation else None
-    return to_text(task.model_copy(update={"base_model": base, "evaluation": figures}))
+    task = task.model_copy(update={"base_model": base, "evaluation": figures})
+    return {TASK_NAME: to_text(task), README_NAME: readme(task)}
 
 
 def _save_best(

@@ -88,6 +88,9 @@ class TrainedTask(StrictConfig):
     framing: str = ""
     """What makes the prompt: "chat template", "instruction prompt", a task's name, or ""."""
 
+    prompt: str = ""
+    """A prompt with the columns' names in braces, from `example_prompt`; empty if there is none."""
+
     chat_template: str | dict[str, str] | None = None
     """The chat template, if it frames the prompt."""
 
