@@ -12,6 +12,7 @@ from ondevice.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.data.tasks.trained import TrainedTask
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Request:
         revision: of a hub id.
         dtype: of the written weights; empty for a form without a choice, or for the base's own.
         out: its final path, for errors and texts; `Form.write` gets the path to write to.
+        task: what the adapter was trained to do; None if its folder has no record.
     """
 
     adapter: Adapter
@@ -33,6 +35,7 @@ class Request:
     revision: str | None
     dtype: str
     out: Path
+    task: TrainedTask | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from ondevice.artifact.adapter import CONFIG_NAME, load_adapter
 from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, StorageError
+from ondevice.data.tasks.trained import read_trained_task
 from ondevice.exits.base import Form, Request, form_names, form_of
+from ondevice.exits.task import write_texts
 from ondevice.models import read_dims
 from ondevice.models.registry import family_for
 from ondevice.training.fit import ADAPTER, BEST_ADAPTER
@@ -110,7 +112,8 @@ def convert(
     if asked is not None:
         check_model(adapter, asked, revision)
     _check_free(form, target, (folder, Path(asked or folder)), overwrite)
-    request = Request(adapter, folder, asked, revision, dtype, target)
+    task = read_trained_task(folder)
+    request = Request(adapter, folder, asked, revision, dtype, target, task)
     report = ConvertReport(str(target), form.name, form.reader, str(folder), asked, dtype or None,
                            adapter.rank, adapter.alpha, len(adapter.linears), 0)  # fmt: skip
     if dry_run:
@@ -121,6 +124,8 @@ def convert(
     )
     with place as partial:
         checked = form.write(request, partial)
+        if form.marker is not None:
+            write_texts(partial, form.name, task)
         size = sum(path.stat().st_size for path in [partial, *partial.rglob("*")] if path.is_file())
     return replace(
         report,

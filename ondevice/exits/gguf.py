@@ -8,22 +8,27 @@ embedding and the output head are `q8_0`: they are read once per token, and 4 bi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.files import storage_errors
-from ondevice.core.errors import ModelError
+from ondevice.core.errors import ModelError, VerificationError
 from ondevice.core.untrusted import read_object
+from ondevice.data.tasks.trained import to_text
+from ondevice.exits import llama_cpp
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
+from ondevice.exits.gguf_text import Reading, reading_of, refusal, text_sent
+from ondevice.exits.task import GGUF_KEY
 from ondevice.gguf.config import check_writable, rope_divisors, write_config
 from ondevice.gguf.names import architecture_of, gguf_parts, to_gguf
 from ondevice.gguf.read import stored_weight
 from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
 from ondevice.gguf.write_tokenizer import write_tokenizer
-from ondevice.models import read_dims
+from ondevice.models import load_tokenizer, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources.cache import RECORD_NAME
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
     from ondevice.core.dims import ModelDims
+    from ondevice.data.tasks.trained import TrainedTask
     from ondevice.models import LoadedModel
     from ondevice.models.families.base import Family
 
@@ -43,6 +49,10 @@ ERRORS = {
 }
 """Largest error of an element as a fraction of the largest of its block. `q4_0` has one step less
 on one side."""
+UNASKED = (
+    "llama.cpp itself did not read the file, because the package xllamacpp is not installed: its"
+    " tokens were checked with a model of its rules"
+)
 ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
@@ -54,6 +64,7 @@ def write(request: Request, path: Path) -> Checked:
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
     check_model(request.model, request.revision)  # before the weights are loaded
+    reading = check_texts(request)
     merged = merge(request)
     loaded = merged.loaded
     family = type(loaded.family)
@@ -62,10 +73,17 @@ def write(request: Request, path: Path) -> Checked:
     architecture = architecture_of(family, dims)
     names = gguf_parts(family, dims, architecture)
     writer = GGUFWriter(path, architecture)
-    _describe(writer, loaded, request)
+    _describe(writer, loaded, request, reading.name)
     write_config(writer, family, dims, loaded.model.config.to_dict())
-    stops: Any = loaded.model.generation_config.eos_token_id
-    write_tokenizer(writer, loaded.tokenizer, dims.vocab, stops, loaded.source.source)
+    write_tokenizer(
+        writer,
+        loaded.tokenizer,
+        dims.vocab,
+        _stops(loaded, request.task),
+        loaded.source.source,
+        reading.templates,
+        reading.add_space,
+    )
     divisors = rope_divisors(loaded.model, dims)
     plan = {
         part: (shape, _dtype(part, shape, request.dtype))
@@ -94,7 +112,9 @@ def write(request: Request, path: Path) -> Checked:
         for name in names:
             if state[name].ndim == 1:
                 limits[name] = max(limits[name], ROUNDED)
-    return check_merged(request, merged, _read(path, family, dims, names), limits, kept)
+    checked = check_merged(request, merged, _read(path, family, dims, names), limits, kept)
+    notes = (*checked.notes, *reading.notes, *check_file(path, reading, loaded.tokenizer, request))
+    return replace(checked, notes=notes)
 
 
 def check_model(model: str, revision: str | None) -> None:
@@ -103,12 +123,71 @@ def check_model(model: str, revision: str | None) -> None:
     check_writable(family_for(dims.family, model), dims, model)
 
 
-def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None:
+def check_texts(request: Request) -> Reading:
+    """Choose how llama.cpp is to read texts, and prove it with our model of its rules.
+
+    Raises:
+        VerificationError: it would read other tokens than were trained.
+    """
+    model = str(request.model)
+    tokenizer = load_tokenizer(model, request.revision)
+    rows = read_dims(model, request.revision).vocab
+    return reading_of(tokenizer, request.task, rows, request.out.stem, model)
+
+
+def check_file(path: Path, reading: Reading, tokenizer: Any, request: Request) -> tuple[str, ...]:
+    """Let llama.cpp read a written file: it takes it, and tokens and prompts are the training's.
+
+    Returns: a note if llama.cpp is not installed.
+
+    Raises:
+        VerificationError: it does not take the file, or reads it otherwise.
+    """
+    if not llama_cpp.is_installed():
+        return (UNASKED,)
+    known = {trial for trial, _ in reading.differs}
+    trials = [trial for trial in reading.trials if trial not in known]
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    turns = [list(trial.turns) for trial in trials if trial.turns]
+    answer = llama_cpp.ask(path, [text_sent(one, tokenizer, begins) for one in trials], turns)
+    if "error" in answer:
+        raise VerificationError(
+            f"llama.cpp does not take {request.out}; it was not written",
+            expected="a file that it loads",
+            received=answer["error"],
+            hint="please report this with the model",
+        )
+    for trial, ids in zip(trials, answer["ids"]):
+        if tuple(ids) != trial.ids:
+            raise refusal((trial, ids), tokenizer, str(request.model), "llama.cpp")
+    asked = [trial for trial in trials if trial.turns]
+    bos = tokenizer.bos_token or ""
+    for trial, prompt in zip(asked, answer["prompts"]):
+        if prompt is None or prompt.removeprefix(bos) != trial.text.removeprefix(bos):
+            raise VerificationError(
+                f"{request.model}: llama.cpp's prompt is not the training's",
+                expected=repr(trial.text[:200]),
+                received=repr(prompt and prompt[:200]),
+                hint="use --to safetensors or --to mlx-model, whose readers render the template",
+            )
+    return ()
+
+
+def _stops(loaded: LoadedModel, task: TrainedTask | None) -> list[int]:
+    """Return what ends an answer: what the training ended answers with, then the model's own."""
+    own: Any = loaded.model.generation_config.eos_token_id
+    known = [own] if isinstance(own, int) else list(own or ())
+    return [*(task.end_ids(loaded.tokenizer) if task else ()), *known]
+
+
+def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: str) -> None:
     """Add the general keys: name, base model, licence, type of the weights."""
     from gguf import GGML_QUANT_VERSION, GGUFType, LlamaFileType
 
     writer.add_type(GGUFType.MODEL)
-    writer.add_name(request.out.stem)
+    writer.add_name(name)
+    if request.task is not None:
+        writer.add_string(GGUF_KEY, to_text(request.task))
     writer.add_base_model_count(1)
     writer.add_base_model_name(0, loaded.source.source)
     folder = loaded.source.path

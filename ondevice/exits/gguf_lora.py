@@ -16,8 +16,10 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.files import storage_errors
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import VerificationError
+from ondevice.data.tasks.trained import to_text
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
+from ondevice.exits.task import GGUF_KEY
 from ondevice.gguf.names import architecture_of, gguf_names, to_gguf
 from ondevice.gguf.write import write_gguf
 from ondevice.models import read_dims
@@ -43,6 +45,8 @@ def write(request: Request, path: Path) -> Checked:
     if request.adapter.base_model:
         writer.add_base_model_count(1)
         writer.add_base_model_name(0, request.adapter.base_model)
+    if request.task is not None:
+        writer.add_string(GGUF_KEY, to_text(request.task))
     tensors = {}
     for linear in request.adapter.linears:
         a, b = request.adapter.pair(linear)

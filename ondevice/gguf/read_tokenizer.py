@@ -9,6 +9,7 @@ spaces are those of llama.cpp's `llama-vocab.cpp`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from ondevice.gguf.metadata import Metadata
 
+NAMED_TEMPLATES = "additional_chat_templates"
+"""transformers' folder of the templates other than the default."""
 SPACE = "▁"
 SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -48,6 +51,8 @@ get `default`."""
 _WHOLE = {"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken"}
 """Names with which llama.cpp takes a word that is a token whole, without merges; but for lfm2, they
 also begin a text with the first token unless the file says otherwise."""
+KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens after which llama.cpp never removes spaces."""
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -111,7 +116,7 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
             received=kind,
             hint="use the model's safetensors files, which have a tokenizer.json",
         )
-    _add_tokens(made, tokens, types)
+    _add_tokens(made, tokens, types, strips_right(str(data.optional("general.name") or "")))
     _begin_and_end(made, data, named, first)
     made.save(str(folder / "tokenizer.json"))
     # The rules are all in tokenizer.json: a class of its own would put its rules in their place.
@@ -128,6 +133,12 @@ def write_tokenizer(data: Metadata, config: dict[str, Any], folder: Path) -> Non
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     if template := data.optional("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for name in data.optional("tokenizer.chat_templates") or ():
+        named_template = data.optional(f"tokenizer.chat_template.{name}")
+        if named_template and re.fullmatch(r"[\w-]+", name):
+            (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+            path = folder / NAMED_TEMPLATES / f"{name}.jinja"
+            path.write_text(named_template, encoding="utf-8")
 
 
 def _byte_level(data: Metadata, tokens: list[str], types: list[int], name: str) -> Tokenizer:
@@ -208,13 +219,26 @@ def _merges(vocab: dict[str, int], scores: list[float], whole: set[str]) -> list
     return [(left, right) for _, _, left, right in sorted(found)]
 
 
-def _add_tokens(made: Tokenizer, tokens: list[str], types: list[int]) -> None:
+def strips_right(name: str) -> bool:
+    """Return True if llama.cpp removes spaces after special tokens, for a file of this name."""
+    return any(part in name.lower() for part in ("phi-3", "phi3"))
+
+
+def _add_tokens(made: Tokenizer, tokens: list[str], types: list[int], strips: bool) -> None:
     """Name the tokens that are found in a text before it is cut."""
     from tokenizers import AddedToken
 
     def some(kinds: tuple[int, ...], special: bool) -> list[AddedToken]:
         chosen = [token for token, kind in zip(tokens, types) if kind in kinds and token]
-        return [AddedToken(token, normalized=False, special=special) for token in chosen]
+        return [
+            AddedToken(
+                token,
+                normalized=False,
+                special=special,
+                rstrip=strips and token not in KEEPS_SPACES,
+            )
+            for token in chosen
+        ]
 
     made.add_special_tokens(some((_UNKNOWN, _CONTROL), True))
     made.add_tokens(some((_USER_DEFINED,), False))

@@ -8,6 +8,7 @@ a name is refused, because it would produce other tokens than those it was train
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
@@ -24,15 +25,27 @@ _NO_MERGE = ("<none>", "<none>")
 _USE_LORA = "--to gguf-lora, next to a GGUF file of the base model"
 
 
+Templates = str | dict[str, str] | None
+
+
 def write_tokenizer(
-    writer: GGUFWriter, tokenizer: Any, rows: int, stops: int | list[int] | None, where: str
+    writer: GGUFWriter,
+    tokenizer: Any,
+    rows: int,
+    stops: Sequence[int],
+    where: str,
+    templates: Templates = None,
+    add_space: bool | None = None,
 ) -> None:
     """Add the tokenizer's keys to `writer`.
 
     Args:
         rows: of the embedding.
-        stops: tokens at which the model's own generation stops.
+        stops: tokens at which generation stops, in addition to the tokenizer's own.
         where: names the model in errors.
+        templates: the chat template, or several by name.
+        add_space: put a space before a text and after each special token; None as the tokenizer
+            does. Only for a tokenizer with spaces as letters.
 
     Raises:
         ModelError: not a BPE tokenizer, or llama.cpp has no name for how it splits text.
@@ -53,7 +66,8 @@ def write_tokenizer(
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(tokens, merges))
-        writer.add_add_space_prefix(_adds_space(rules, where))
+        own = _adds_space(rules, where)
+        writer.add_add_space_prefix(own if add_space is None else add_space)
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre(rules, bool(merges), where))
@@ -61,6 +75,7 @@ def write_tokenizer(
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     _add_special(writer, tokenizer, stops)
+    _add_templates(writer, templates)
 
 
 def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
@@ -147,22 +162,34 @@ def _adds_space(rules: dict[str, Any], where: str) -> bool:
     )
 
 
-def _add_special(writer: GGUFWriter, tokenizer: Any, stops: int | list[int] | None) -> None:
-    """Add the ids that begin and end a text, whether they are added, and the chat template."""
-    known = [tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or ())]
-    ends: list[int] = list(dict.fromkeys(number for number in known if number is not None))
+def _add_special(writer: GGUFWriter, tokenizer: Any, stops: Sequence[int]) -> None:
+    """Add the ids that begin and end a text, and whether they are added."""
+    own = tokenizer.eos_token_id
+    ends = list(dict.fromkeys(number for number in (own, *stops) if number is not None))
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
-    if ends:
-        writer.add_eos_token_id(ends[0])
-    if len(ends) > 1:
-        writer.add_eot_token_id(ends[1])
+    # llama.cpp stops at each of the three; templates write the first.
+    for number, add in zip(
+        ends, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    ):
+        add(number)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
     if tokenizer.unk_token_id is not None:
         writer.add_unk_token_id(tokenizer.unk_token_id)
     ids = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    # An answer never follows an end, so no prompt was trained with one, whatever the tokenizer adds.
+    writer.add_add_eos_token(False)
+
+
+def _add_templates(writer: GGUFWriter, templates: Templates) -> None:
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    named = dict(templates or {})
+    if (default := named.pop("default", None)) is not None:
+        writer.add_chat_template(default)
+    for name, text in sorted(named.items()):
+        writer.add_string(f"tokenizer.chat_template.{name}", text)
+    if named:
+        writer.add_array("tokenizer.chat_templates", sorted(named))

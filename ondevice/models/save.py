@@ -3,11 +3,15 @@ a second copy."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import storage_errors, write_tensors
+from ondevice.core.errors import ModelError
+from ondevice.core.untrusted import read_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,8 +21,10 @@ if TYPE_CHECKING:
     from ondevice.models.open import ModelFiles
 
 FILE_NAME = "model.safetensors"
+GENERATION_NAME = "generation_config.json"
 _TOKENIZER_PATTERNS = (
     "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "additional_chat_templates/*.jinja",
 )  # fmt: skip
 
 
@@ -55,6 +61,22 @@ def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
     save_tokenizer(loaded, folder)
 
 
+def add_ends(folder: Path, ends: Iterable[int]) -> None:
+    """Let generation stop at these token ids, too: `eos_token_id` of `generation_config.json`."""
+    path = folder / GENERATION_NAME
+    config = {}
+    if path.is_file():
+        config = read_object(path, ModelError)
+    known = config.get("eos_token_id")
+    if known is None:
+        known = read_object(folder / "config.json", ModelError).get("eos_token_id")
+    known = [known] if isinstance(known, int) else known or []
+    every = list(dict.fromkeys([*ends, *known]))
+    if every and every != known:
+        config["eos_token_id"] = every
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def save_loaded(loaded: Any, folder: Path) -> None:
     """Write a model that is whole in memory as it is, with its tokenizer, into `folder`."""
     loaded.model.save_pretrained(folder)
@@ -71,4 +93,6 @@ def save_tokenizer(loaded: LoadedModel | ModelFiles, folder: Path) -> None:
         for pattern in _TOKENIZER_PATTERNS:
             for path in sorted(loaded.source.path.glob(pattern)):
                 if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+                    target = folder / path.relative_to(loaded.source.path)
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, target)

@@ -37,6 +37,8 @@ from ondevice.data.tasks.trained import (
     trained_task,
 )
 from ondevice.models import load_model, open_model
+from ondevice.models.load import read_tokenizer
+from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
@@ -54,7 +56,7 @@ from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
 from ondevice.training.ordinary import Ordinary, save_ordinary
 from ondevice.training.schedule import WarmupDecay
-from ondevice.training.usage import README_NAME, readme
+from ondevice.training.usage import README_NAME, Kind, readme
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -235,6 +237,8 @@ def read_rows_of(
 
     def described(dataset: Dataset) -> TrainedTask:
         found = trained_task(data, dataset, plain, task=task, date=when)
+        if classes:  # a classification head reads the text itself
+            return found
         return found.model_copy(update={"prompt": example_prompt(found, plain)})
 
     def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
@@ -418,7 +422,7 @@ def fit(
         restored = True
     texts = {}
     if rows.task is not None:
-        texts = _texts(rows.task, model, result)
+        texts = _texts(rows.task, model, result, "adapter")
     # An adapter is saved even if the run was interrupted, a whole model (gigabytes) only if it has finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
@@ -429,6 +433,9 @@ def fit(
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
+            if rows.task is not None:
+                texts = _texts(rows.task, model, result, "model")
+                add_ends(temporary, rows.task.end_ids(read_tokenizer(temporary)))
             for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
         if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
@@ -478,7 +485,7 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
     return replace(adapter, base_model=str(path))
 
 
-def _texts(task: TrainedTask, model: Any, result: RunResult) -> dict[str, str]:
+def _texts(task: TrainedTask, model: Any, result: RunResult, kind: Kind) -> dict[str, str]:
     """Return the files that tell how an adapter or a model is used, by name."""
     in_memory = getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
     base = BaseModel(
@@ -488,7 +495,7 @@ def _texts(task: TrainedTask, model: Any, result: RunResult) -> dict[str, str]:
     )
     figures = result.evaluation.figures() if result.evaluation else None
     task = task.model_copy(update={"base_model": base, "evaluation": figures})
-    return {TASK_NAME: to_text(task), README_NAME: readme(task)}
+    return {TASK_NAME: to_text(task), README_NAME: readme(task, kind)}
 
 
 def _save_best(

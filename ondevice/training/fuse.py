@@ -14,11 +14,14 @@ from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
+from ondevice.data.tasks.trained import TASK_NAME, read_trained_task, to_text
 from ondevice.models import LoadedModel, load_model, save_tokenizer
 from ondevice.models.families.base import quiet_transformers
 from ondevice.models.load import DTYPES
+from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
+from ondevice.training.usage import README_NAME, readme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +86,7 @@ def fuse(
         ModelError, StorageError: as in `load_model`; `out` holds a model, or other files.
     """
     adapter = load_adapter(adapter_folder)
+    task = read_trained_task(Path(adapter_folder))
     exported = None
     if (path_of(source, "the model") / MANIFEST_NAME).is_file():
         exported = read_manifest(Path(source), check_files=False).model
@@ -118,6 +122,10 @@ def fuse(
     # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
     with atomic_directory(out, marker="config.json") as partial:
         _save(loaded, dtype, partial)
+        if task is not None:
+            add_ends(partial, task.end_ids(loaded.tokenizer))
+            (partial / TASK_NAME).write_text(to_text(task), encoding="utf-8")
+            (partial / README_NAME).write_text(readme(task, "model"), encoding="utf-8")
         _log.info("reading it back")
         fused = prompt_logits(load_model(str(partial), dtype="float32"), prompts)
         return _check(Path(out), dtype, base, adapted, fused)

@@ -26,8 +26,11 @@ def readme(task: TrainedTask, kind: Kind = "adapter") -> str:
     parts = [_introduction(task, kind), _prompt(task)]
     # MLX's folders have other names of tensors, and the forms of other programs no folder at all.
     if kind in ("adapter", "model"):
-        parts += [_ours(task, kind), _transformers(task, kind)]
-    parts.append(_llama_cpp(task, kind))
+        parts.append(_ours())
+    if task.prompt and kind in ("adapter", "model"):
+        parts.append(_transformers(task, kind))
+    if task.prompt:
+        parts.append(_llama_cpp(task, kind))
     return "\n".join(parts)
 
 
@@ -90,7 +93,7 @@ def _most_tokens(task: TrainedTask) -> int:
     return max(_MOST_TOKENS, task.longest_answer_tokens)
 
 
-def _ours(task: TrainedTask, kind: Kind) -> str:
+def _ours() -> str:
     column = "the columns of the prompt; labels are not needed"
     return (
         f"## With ondevice\n\nFrom the folder that holds this one's files. `rows.csv` has {column}:\n\n"

@@ -122,6 +122,11 @@ class TrainedTask(StrictConfig):
             return read_task(self.template, self.task or "template")
         return find_task(self.task) if self.task else None
 
+    def end_ids(self, tokenizer: Any) -> list[int]:
+        """Return the ids of `ends`, in the tokenizer's vocabulary."""
+        known = tokenizer.get_vocab()
+        return [known[end] for end in self.ends if end in known]
+
     def with_template(self, tokenizer: Any) -> Any:
         """Return the tokenizer with the chat template and the date of the training."""
         if self.chat_template is None:
