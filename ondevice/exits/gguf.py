@@ -17,15 +17,16 @@ import numpy as np
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError, VerificationError
 from ondevice.core.untrusted import read_object
+from ondevice.data.encode import end_ids
 from ondevice.data.tasks.trained import to_text
 from ondevice.exits import llama_cpp
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
 from ondevice.exits.gguf_text import Reading, reading_of, refusal, text_sent
-from ondevice.exits.task import GGUF_KEY
 from ondevice.gguf.config import check_writable, rope_divisors, write_config
 from ondevice.gguf.names import architecture_of, gguf_parts, to_gguf
 from ondevice.gguf.read import stored_weight
+from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
 from ondevice.gguf.write_tokenizer import write_tokenizer
 from ondevice.models import load_tokenizer, read_dims
@@ -177,7 +178,8 @@ def _stops(loaded: LoadedModel, task: TrainedTask | None) -> list[int]:
     """Return what ends an answer: what the training ended answers with, then the model's own."""
     own: Any = loaded.model.generation_config.eos_token_id
     known = [own] if isinstance(own, int) else list(own or ())
-    return [*(task.end_ids(loaded.tokenizer) if task else ()), *known]
+    trained = end_ids(loaded.tokenizer) if task is None else task.end_ids(loaded.tokenizer)
+    return [*trained, *known]
 
 
 def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: str) -> None:

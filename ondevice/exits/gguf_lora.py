@@ -19,8 +19,8 @@ from ondevice.core.errors import VerificationError
 from ondevice.data.tasks.trained import to_text
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
-from ondevice.exits.task import GGUF_KEY
 from ondevice.gguf.names import architecture_of, gguf_names, to_gguf
+from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import write_gguf
 from ondevice.models import read_dims
 from ondevice.models.families.base import Family

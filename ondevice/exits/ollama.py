@@ -9,18 +9,32 @@ said.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.data.tasks.chat_template import apply_template
+from ondevice.core.version import own_version
+from ondevice.data.tasks.chat_template import CLOCK, ChatTemplate, apply_template, end_marks
+from ondevice.data.tasks.trained import TASK_NAME, TrainedTask
 from ondevice.exits import gguf
 from ondevice.exits.base import Checked, Form, Request
+from ondevice.exits.task import is_plain
 from ondevice.models import load_tokenizer
 
 MODEL_NAME = "model.gguf"
 MARKER = "Modelfile"
+PLAIN = "{{ .Prompt }}"
+"""The template of what was trained without one."""
+_NO_FORM = (
+    "the chat template has no form for Ollama, which chooses one of its own: compare its answers"
+)
+_NO_DATE = (
+    "the chat template writes the date, which Ollama's cannot: Ollama chooses one of its own,"
+    " compare its answers"
+)
+_NO_TOOLS = "the Modelfile's template has no tools, which the model's own has: Ollama refuses them"
 _ROLES = ("system", "user", "assistant")
 _MARK = "\u2603"
 _TRIALS = (
@@ -53,6 +67,14 @@ class Template:
             parts += [before, message["content"], after]
         return "".join(parts) + self.answer
 
+    def without(self, first: str) -> Template:
+        """Return the template without the mark that the file says to put before every prompt."""
+        around = dict(self.around)
+        for role in ("system", "user"):
+            before, after = around[role]
+            around[role] = (before.removeprefix(first), after)
+        return Template(around, self.begin.removeprefix(first), self.answer)
+
     def go(self) -> str:
         """Return the template in Go's language."""
         cases = "".join(
@@ -69,25 +91,63 @@ def write(request: Request, folder: Path) -> Checked:
     """Write `model.gguf` and `Modelfile`."""
     checked = gguf.write(request, folder / MODEL_NAME)
     tokenizer: Any = load_tokenizer(str(request.model), request.revision)
-    template = template_of(tokenizer)
+    text, notes = modelfile(tokenizer, request.task)
+    atomic_write(folder / MARKER, text)
+    create = f"cd {request.out} && ollama create {request.out.name} -f {MARKER}"
+    return replace(checked, notes=(*checked.notes, *notes, create))
+
+
+def modelfile(tokenizer: Any, task: TrainedTask | None) -> tuple[str, list[str]]:
+    """Return the Modelfile, which frames a prompt as the training did, and notes on what it lacks."""
+    template, notes = _template(tokenizer, task)
     lines = [f"FROM ./{MODEL_NAME}"]
-    notes = list(checked.notes)
-    if template is not None and '"""' not in template.go():
-        lines.append(f'TEMPLATE """{template.go()}"""')
-    else:
-        notes.append(
-            "the chat template has no form for Ollama, which chooses one of its own: compare its answers"
-        )
-    stops = {tokenizer.eos_token} - {None, ""}
-    lines += [f'PARAMETER stop "{stop}"' for stop in sorted(stops)]
-    atomic_write(folder / MARKER, "\n".join(lines) + "\n")
-    notes.append(f"cd {request.out} && ollama create {request.out.name} -f {MARKER}")
-    return replace(checked, notes=tuple(notes))
+    if task is not None:
+        lines.append(f"# Trained by ondevice {own_version()} on {task.format} rows: {TASK_NAME}")
+    if template is not None:
+        lines.append(f'TEMPLATE """{template}"""')
+    lines += [f'PARAMETER stop "{stop}"' for stop in _stops(tokenizer, task)]
+    if task is not None and task.has_candidates:
+        lines.append(f"PARAMETER num_predict {max(1, task.longest_answer_tokens)}")
+        lines.append("PARAMETER temperature 0")
+    return "\n".join(lines) + "\n", notes
+
+
+def _template(tokenizer: Any, task: TrainedTask | None) -> tuple[str | None, list[str]]:
+    if is_plain(task):
+        return PLAIN, []
+    framed = tokenizer if task is None else task.with_template(tokenizer)
+    notes = []
+    date = None if task is None else task.date
+    if CLOCK in json.dumps(framed.chat_template):
+        if date is None:
+            return None, [_NO_DATE]
+        notes.append(f"the prompt has the date of the training for ever: {date:%Y-%m-%d}")
+    found = template_of(framed)
+    if found is not None and _adds_first(tokenizer):
+        found = found.without(tokenizer.bos_token)
+    if found is None or '"""' in found.go():
+        return None, [_NO_FORM]
+    if ChatTemplate(framed).shows_tools:
+        notes.append(_NO_TOOLS)
+    return found.go(), notes
+
+
+def _adds_first(tokenizer: Any) -> bool:
+    """Return True if llama.cpp puts the first mark before every prompt."""
+    return bool(tokenizer.bos_token) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _stops(tokenizer: Any, task: TrainedTask | None) -> list[str]:
+    """Return the texts that end an answer: those of the training, and the tokenizer's own."""
+    ends = end_marks(tokenizer) if task is None and tokenizer.chat_template else ()
+    if task is not None:
+        ends = task.ends
+    return [stop for stop in dict.fromkeys((*ends, tokenizer.eos_token)) if stop]
 
 
 def template_of(tokenizer: Any) -> Template | None:
     """Find what a chat template puts around messages; None if it does anything else."""
-    if not isinstance(tokenizer.chat_template, str):
+    if not tokenizer.chat_template:
         return None
 
     def render(*roles: str, answer: bool = False) -> str:

@@ -16,6 +16,7 @@ from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 from ondevice.data.tasks.trained import TrainedTask, read_trained_task
+from ondevice.gguf.task import read_task
 from ondevice.training.fit import ADAPTER, BEST_ADAPTER, MODEL
 
 _log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ def find_trained(source: str | Path, model: str | None = None) -> TrainedSource:
         return TrainedSource("run", str(source), None, str(inner), task=read_trained_task(inner))
     if not folder.is_dir() or (folder / _MODEL_CONFIG).is_file():
         task = None
-        if folder.is_dir():
-            task = read_trained_task(folder)
+        if folder.exists():
+            task = read_task(folder)
         return TrainedSource("model", str(source), None, str(source), task=task)
     raise _nothing(folder)
 

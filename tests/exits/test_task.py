@@ -1,0 +1,166 @@
+"""What was trained travels: the record, the end tokens, the framing and a README, in every form."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.core.errors import ArtifactError
+from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, to_text
+from ondevice.exits import convert
+from ondevice.exits.ollama import modelfile
+from ondevice.gguf.metadata import Metadata
+from ondevice.gguf.read import open_gguf
+from ondevice.gguf.task import GGUF_KEY, read_task
+from ondevice.models import load_tokenizer
+from ondevice.models.tiny import CHAT_TEMPLATE
+from ondevice.training.usage import README_NAME
+from tests.exits.conftest import Case
+from tests.exits.llama_cpp import LlamaCpp
+
+CLASSES = TrainedTask(
+    format="classification",
+    labels={"a": "a", "b": "b"},
+    prompt="{text}\nLabel:",
+    longest_answer_tokens=2,
+)
+CHAT = TrainedTask(
+    format="chat",
+    framing="chat template",
+    chat_template=CHAT_TEMPLATE,
+    prompt="<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n",
+    ends=("<|im_end|>",),
+)
+FOLDERS = ("mlx", "mlx-model", "ollama", "peft", "safetensors", "vllm")
+
+
+def with_task(case: Case, folder: Path, task: TrainedTask) -> Path:
+    """Write the case's adapter with a record."""
+    save_adapter(load_adapter(case.adapter), folder, {TASK_NAME: to_text(task)})
+    return folder
+
+
+def same(found: TrainedTask | None, task: TrainedTask) -> bool:
+    return found is not None and found.model_copy(update={"ondevice": ""}) == task
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+def test_every_folder_carries_the_record_and_a_readme(
+    form: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    adapter = with_task(cases["llama"], tmp_path / "adapter", CLASSES)
+    convert(adapter, form, tmp_path / "out", model=str(cases["llama"].model))
+    assert same(read_task(tmp_path / "out"), CLASSES)
+    text = (tmp_path / "out" / README_NAME).read_text()
+    assert json.dumps(CLASSES.prompt) in text
+    assert ("AutoPeftModel" in text) == (form in ("peft", "vllm"))
+    if form == "ollama":
+        assert same(read_task(tmp_path / "out" / "model.gguf"), CLASSES)
+
+
+@pytest.mark.parametrize("form", ["gguf", "gguf-lora"])
+def test_a_gguf_file_carries_the_record(form: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    adapter = with_task(cases["llama"], tmp_path / "adapter", CHAT)
+    convert(adapter, form, tmp_path / "out.gguf", model=str(cases["llama"].model))
+    assert same(read_task(tmp_path / "out.gguf"), CHAT)
+
+
+def test_a_gguf_file_without_a_record_has_none_and_a_damaged_one_is_refused(
+    cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["llama"]
+    convert(case.adapter, "gguf-lora", tmp_path / "out.gguf", model=str(case.model))
+    assert read_task(tmp_path / "out.gguf") is None
+    monkeypatch.setattr(Metadata, "optional", lambda self, key: "[1" if key == GGUF_KEY else "a")
+    with pytest.raises(ArtifactError, match=GGUF_KEY):
+        read_task(tmp_path / "out.gguf")
+
+
+def test_the_end_that_was_trained_stops_every_reader(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    """The tokenizer's own end is another token: a base model with a chat template."""
+    case = cases["llama"]
+    tokenizer: Any = load_tokenizer(str(case.model))
+    end = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    task = CHAT.model_copy(update={"ends": ("<|im_start|>",)})
+    adapter = with_task(case, tmp_path / "adapter", task)
+    model = str(case.model)
+    convert(adapter, "safetensors", tmp_path / "fused", model=model)
+    written = json.loads((tmp_path / "fused" / "generation_config.json").read_text())
+    assert written["eos_token_id"][:2] == [end, tokenizer.eos_token_id]
+    convert(adapter, "ollama", tmp_path / "ollama", model=model)
+    assert 'PARAMETER stop "<|im_start|>"\n' in (tmp_path / "ollama" / "Modelfile").read_text()
+    path = tmp_path / "ollama" / "model.gguf"
+    data = Metadata(open_gguf(path), path)
+    assert data.general("tokenizer.ggml.eos_token_id") == tokenizer.eos_token_id
+    assert data.general("tokenizer.ggml.eot_token_id") == end
+    llama = LlamaCpp(path)
+    answer = llama.complete("a", n_predict=8, logit_bias=[[end, 1000.0]])
+    assert answer["finish_reason"] == "stop" and answer["text"] == ""
+
+
+class Fake:
+    """A tokenizer that has a template, marks and one token."""
+
+    def __init__(self, template: str, bos: str = "<s>", adds: bool = True) -> None:
+        self.chat_template, self.bos_token, self.bos_token_id = template, bos, 1
+        self.eos_token, self.adds = "</s>", adds
+        self.all_special_tokens = [bos, "</s>", "<|im_end|>", "<|im_start|>"]
+        self.special_tokens_map = {"bos_token": bos}
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1] * self.adds + [5]}
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
+    def get_chat_template(self, name: str | None, tools: Any) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, **named: Any) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools = named.pop("tools", None)
+        return render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=self.chat_template,
+            bos_token=self.bos_token,
+            **named,
+        )[0][0]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_first_mark_stands_once_before_an_ollama_prompt(adds: bool) -> None:
+    text, _ = modelfile(Fake("{{ bos_token }}" + CHAT_TEMPLATE, adds=adds), None)
+    assert ("<s>" in text) == (not adds)
+    assert text.count("<|im_start|>user") == 1
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
+
+
+def test_an_ollama_prompt_has_the_date_of_the_training_or_none() -> None:
+    task = CHAT.model_copy(update={"chat_template": DATED, "date": datetime(2021, 3, 4)})
+    text, notes = modelfile(Fake(DATED), task)
+    assert "04 Mar 2021" in text and any("2021-03-04" in note for note in notes)
+    text, notes = modelfile(Fake(DATED), None)
+    assert "TEMPLATE" not in text and any("date" in note for note in notes)
+
+
+def test_an_ollama_template_without_the_models_tools_says_so() -> None:
+    tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
+    assert any("tools" in note for note in modelfile(Fake(tools), None)[1])
+    assert not modelfile(Fake(CHAT_TEMPLATE), None)[1]
+
+
+def test_ollama_gets_the_plain_prompt_of_what_was_trained_without_a_chat_template() -> None:
+    text, _ = modelfile(Fake(CHAT_TEMPLATE), CLASSES)
+    assert 'TEMPLATE """{{ .Prompt }}"""' in text and "im_start" not in text
+    assert "PARAMETER num_predict 2\n" in text
