@@ -178,7 +178,7 @@ def _stops(loaded: LoadedModel, task: TrainedTask | None) -> list[int]:
     """Return what ends an answer: what the training ended answers with, then the model's own."""
     own: Any = loaded.model.generation_config.eos_token_id
     known = [own] if isinstance(own, int) else list(own or ())
-    trained = end_ids(loaded.tokenizer) if task is None else task.end_ids(loaded.tokenizer)
+    trained = end_ids(loaded.tokenizer) if task is None else task.trained_ends(loaded.tokenizer)
     return [*trained, *known]
 
 

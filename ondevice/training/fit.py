@@ -435,7 +435,7 @@ def fit(
             session.save_model(temporary)
             if rows.task is not None:
                 texts = _texts(rows.task, model, result, "model")
-                add_ends(temporary, rows.task.end_ids(read_tokenizer(temporary)))
+                add_ends(temporary, rows.task.trained_ends(read_tokenizer(temporary)))
             for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
         if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:

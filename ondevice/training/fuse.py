@@ -123,7 +123,7 @@ def fuse(
     with atomic_directory(out, marker="config.json") as partial:
         _save(loaded, dtype, partial)
         if task is not None:
-            add_ends(partial, task.end_ids(loaded.tokenizer))
+            add_ends(partial, task.trained_ends(loaded.tokenizer))
             (partial / TASK_NAME).write_text(to_text(task), encoding="utf-8")
             (partial / README_NAME).write_text(readme(task, "model"), encoding="utf-8")
         _log.info("reading it back")

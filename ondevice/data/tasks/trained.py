@@ -122,8 +122,8 @@ class TrainedTask(StrictConfig):
             return read_task(self.template, self.task or "template")
         return find_task(self.task) if self.task else None
 
-    def end_ids(self, tokenizer: Any) -> list[int]:
-        """Return the ids of `ends`, in the tokenizer's vocabulary."""
+    def trained_ends(self, tokenizer: Any) -> list[int]:
+        """Return the ids of `ends` in their order, without the tokenizer's own end."""
         known = tokenizer.get_vocab()
         return [known[end] for end in self.ends if end in known]
 
