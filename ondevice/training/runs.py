@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.errors import BusyError, CheckpointError, MissingPackageError, StorageError
+from ondevice.core.errors import BusyError, CheckpointError, StorageError
 from ondevice.training import checkpoint, events
 from ondevice.training.checkpoint import RunLock
 from ondevice.training.events import FILE_NAME, LogContent, read_log
+from ondevice.training.history import RunHistory
 from ondevice.training.metrics import History
+from ondevice.training.picture import draw
 
 DEPTH = 4
 """Folders below the one that is asked for in which runs are looked for."""
@@ -155,45 +157,16 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
         CheckpointError: a folder holds no run.
         MissingPackageError: matplotlib is not installed.
     """
-    contents = [(folder, _content(folder)) for folder in folders]
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingPackageError(
-            "plots need the package matplotlib", hint="pip install matplotlib"
-        ) from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for number, (folder, content) in enumerate(contents):
-        steps = content.steps()
-        colour = f"C{number}"
-        left.plot(
-            [step.step + 1 for step in steps],
-            [step.loss for step in steps],
-            color=colour,
-            label=folder.name,
-        )
-        seen = [
-            entry.event for entry in content.entries if isinstance(entry.event, events.Evaluate)
-        ]
-        name = "loss"
-        if any(event.accuracy is not None for event in seen):
-            name = "accuracy"
-        points = [
-            (event.step, getattr(event, name)) for event in seen if getattr(event, name) is not None
-        ]
-        if points:
-            right.plot(*zip(*points), color=colour, marker="o", label=f"{folder.name}: {name}")
-    for axes, title in ((left, "training loss"), (right, "evaluation")):
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        if axes.lines:
-            axes.legend()
+    histories: dict[str, RunHistory] = {}
+    for folder in folders:
+        history = RunHistory()
+        for entry in _content(folder).entries:
+            history.add(entry.event)
+        name = folder.name
+        histories[str(folder) if name in histories else name] = history
+    figure = draw(histories)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
-    pyplot.close(figure)
 
 
 def _content(folder: Path) -> LogContent:

@@ -48,9 +48,9 @@ def take_rows(rows: Any) -> PythonRows:
 
     Args:
         rows: any iterable of dictionaries with the keys of a data file, or of texts; a
-            `datasets.Dataset`; or a DataLoader, whose batches are dictionaries of columns or lists
-            of rows. Rows with `input_ids` are already token ids; without `labels` all of them are
-            trained on.
+            `datasets.Dataset`; a pandas `DataFrame`; or a DataLoader, whose batches are
+            dictionaries of columns or lists of rows. Rows with `input_ids` are already token ids;
+            without `labels` all of them are trained on.
 
     Raises:
         DataError: the type is another one, or the iterable is empty.
@@ -62,10 +62,12 @@ def take_rows(rows: Any) -> PythonRows:
                 hint = f"pass one of its splits: {', '.join(map(str, rows))}"
         raise DataError(
             "rows of the wrong type",
-            expected="an iterable of dictionaries, a datasets.Dataset or a DataLoader",
+            expected="a list of dictionaries or texts, a datasets.Dataset, a DataFrame or a DataLoader",
             received=type(rows).__name__,
             hint=hint,
         )
+    if hasattr(rows, "itertuples") and hasattr(rows, "to_dict"):  # a DataFrame iterates its columns
+        rows = [_without_holes(row) for row in rows.to_dict("records")]
     features = getattr(rows, "features", None)
     names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
     batch_size, notes = None, ()
@@ -85,6 +87,14 @@ def take_rows(rows: Any) -> PythonRows:
             "there are no rows", expected="one row or more", received="an empty iterable"
         )
     return PythonRows(tuple(taken), batch_size, notes)
+
+
+def _without_holes(row: dict[Any, Any]) -> dict[str, Any]:
+    """Return a row of a DataFrame with None in place of NaN."""
+    return {
+        str(key): None if isinstance(value, float) and value != value else value
+        for key, value in row.items()
+    }
 
 
 def _record(row: Any, number: int) -> dict[str, Any]:

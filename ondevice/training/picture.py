@@ -1,0 +1,98 @@
+"""Pictures of runs: losses and evaluations, with matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ondevice.training.history import RunHistory
+
+SMOOTHED = 10
+"""The bold line is the mean over about a tenth of the steps; shorter runs have only their losses."""
+
+
+def draw(runs: Mapping[str, RunHistory]) -> Figure:
+    """Draw the losses and the evaluations of runs by name, one colour a run.
+
+    The figure is no part of pyplot, so a notebook shows it once, and its backend stays as it is.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    evaluated = any(history.evaluations for history in runs.values())
+    panels = 2 if evaluated else 1
+    figure = _figure_class()(figsize=(5 * panels, 3.6), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for number, (name, history) in enumerate(runs.items()):
+        _draw_losses(axes[0], history, f"C{number}", name)
+        if evaluated:
+            _draw_evaluations(axes[1], history, f"C{number}", name)
+    titles = ("training loss", "evaluation")
+    for one, title in zip(axes, titles, strict=False):
+        one.set_title(title)
+        one.set_xlabel("step")
+        one.grid(alpha=0.25)
+        one.xaxis.get_major_locator().set_params(integer=True)
+        if one.lines:
+            one.legend()
+    axes[0].set_ylabel("nats a token")
+    return figure
+
+
+def _figure_class() -> type[Figure]:
+    """Return matplotlib's figure with the PNG by which a notebook shows it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingPackageError(
+            "plots need the package matplotlib", hint="pip install matplotlib"
+        ) from None
+
+    class Picture(Figure):
+        """A figure that notebooks show without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            FigureCanvasAgg(self)
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+            return buffer.getvalue()
+
+    return Picture
+
+
+def _draw_losses(axes: Axes, history: RunHistory, colour: str, name: str) -> None:
+    window = len(history) // SMOOTHED
+    if window < 2:
+        axes.plot(history.steps, history.losses, color=colour, label=name)
+        return
+    axes.plot(history.steps, history.losses, color=colour, alpha=0.3, linewidth=0.8)
+    means = [
+        sum(history.losses[at - window : at]) / window
+        for at in range(window, len(history.losses) + 1)
+    ]
+    axes.plot(
+        history.steps[window - 1 :],
+        means,
+        color=colour,
+        linewidth=1.8,
+        label=f"{name}: mean of {window} steps",
+    )
+
+
+def _draw_evaluations(axes: Axes, history: RunHistory, colour: str, name: str) -> None:
+    figure = "loss"
+    if any("accuracy" in one for one in history.evaluations):
+        figure = "accuracy"
+    points: list[tuple[Any, Any]] = [
+        (one["step"], one[figure]) for one in history.evaluations if figure in one
+    ]
+    if points:
+        axes.plot(*zip(*points), color=colour, marker="o", label=f"{name}: {figure}")
