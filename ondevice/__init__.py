@@ -55,7 +55,6 @@ _WHERE = {
     "open_artifact": "api.open",
     "open_session": "core.registry",
     "plan": "api.plan",
-    "plan": "planning.estimate",
     "predict": "api.predict",
     "read_dataset": "data",
     "read_manifest": "artifact.manifest",

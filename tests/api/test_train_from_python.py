@@ -148,11 +148,11 @@ def test_epochs_and_the_best_state(settings, tmp_path) -> None:
     ("call", "error", "words"),
     [
         (lambda s: ondevice.train(3), ConfigError, "the run is of the wrong type"),
-        (lambda s: ondevice.train(s, rows="rows.jsonl"), DataError, "rows of the wrong type"),
+        (lambda s: ondevice.train(s, rows=3), DataError, "rows of the wrong type"),
         (lambda s: ondevice.train(s, rows=[1, 2]), DataError, "row 1 is of the wrong type"),
         (lambda s: ondevice.train(s, rows=[]), DataError, "there are no rows"),
         (lambda s: ondevice.train(s), ConfigError, "no data is given"),
-        (lambda s: ondevice.train(s, rows=ROWS, model="tiny:llama"), ConfigError, "not a model"),
+        (lambda s: ondevice.train(s, rows=ROWS, model=3), ConfigError, "not a model"),
         (lambda s: ondevice.train(s | {"train.patience": 2}, rows=ROWS), ConfigError, "no rows to evaluate"),
         (lambda s: ondevice.train(s | {"train.patience": 2}, rows=ROWS, eval_rows=ROWS), ConfigError, "eval_every"),
         (lambda s: ondevice.open_session(nn.Linear(2, 2), object(), 0), ConfigError, "wrap_model"),
