@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ondevice.planning.doctor import doctor
     from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import fuse
+    from ondevice.training.result import Trained
 
 __version__: str
 """The installed version."""
@@ -40,6 +41,7 @@ _WHERE = {
     "Callback": "training.callbacks",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
+    "Trained": "training.result",
     "apply_adapter": "nn.adapters",
     "benchmark": "api.benchmark",
     "convert": "exits",
@@ -71,6 +73,7 @@ __all__ = [
     "Callback",
     "OndeviceError",
     "RunConfig",
+    "Trained",
     "apply_adapter",
     "benchmark",
     "convert",

@@ -67,7 +67,7 @@ def plan(
         rows: as for `train`.
         model: the model, if `config` is a run.
         tokenizer: of a model of transformers.
-        **settings: by plain name or dotted key.
+        settings: by plain name or dotted key.
 
     Raises:
         ConfigError: a setting, the device or the model's type is wrong.

@@ -107,7 +107,7 @@ def train(
             checkpoint and adapter, and its error is raised here.
         progress: show the run: in the cell's output in a notebook, on stderr elsewhere. None shows
             it only in a notebook.
-        **settings: any other setting by its plain name (`max_length`, `seed`, `target_modules`) or
+        settings: any other setting by its plain name (`max_length`, `seed`, `target_modules`) or
             its dotted key (`**{"train.eval_rows": 50}`).
 
     Raises:
