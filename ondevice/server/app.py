@@ -35,6 +35,7 @@ from ondevice.server import security
 from ondevice.server.daemon import Daemon
 from ondevice.server.openai import error_fields, error_for
 from ondevice.server.openai_files import FILE_BYTES
+from ondevice.server.predict import NoTaskError
 from ondevice.server.routes import (
     adapters,
     completions,
@@ -45,6 +46,7 @@ from ondevice.server.routes import (
     fleets,
     jobs,
     json_response,
+    predict,
     refused,
     system,
     thumbs,
@@ -63,6 +65,7 @@ PAGE = Path(__file__).with_name("page")
 STATUS: dict[type[OndeviceError], int] = {
     MissingError: 404,
     BusyError: 409,
+    NoTaskError: 409,
     ConfigError: 422,
     DataError: 422,
     ModelError: 422,
@@ -144,6 +147,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         adapters,
         fleets,
         completions,
+        predict,
         files,
         fine_tuning,
         unsupported,

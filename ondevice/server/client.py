@@ -306,6 +306,16 @@ class Client(Transport):
         `model` is None if `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
 
+    def predict(self, model: str, rows: list[Any], **options: Any) -> dict[str, Any]:
+        """Predict rows, with or without labels, at most 1,000 and 1 MiB of them.
+
+        Args:
+            model: an adapter, a model or an artifact (`artifact:ID`).
+            rows: objects with the columns of the training's files, or texts.
+            options: `adapter`, `task`, `max_new_tokens`.
+        """
+        return self.ask("POST", "/v1/predict", {"model": model, "rows": rows, **options})
+
     def judge(
         self,
         prompt: str | list[dict[str, str]],

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.generation.generator import generator_of
 from ondevice.generation.prompt import prompt_ids
 from ondevice.generation.text import Ending, parts
 from ondevice.server import interrupt
-from ondevice.server.generate import hold
+from ondevice.server.generate import hold, trained_generator
 
 if TYPE_CHECKING:
     from ondevice.generation.sample import Token
@@ -53,7 +52,9 @@ def complete(
     """
     interrupt.stopped = False
     loaded = hold(model, artifact, len(str(prompt)) + (max_new_tokens or 0), job)
-    ids = _prompt_ids(loaded, prompt)
+    place = adapter or artifact or model
+    generator = trained_generator(loaded, None if place is None else Path(place))
+    ids = _prompt_ids(loaded, generator.tokenizer, prompt)
     room = loaded.dims.max_positions - len(ids)
     if room < (max_new_tokens or 1):
         raise ConfigError(
@@ -63,7 +64,6 @@ def complete(
             hint="shorten the prompt, or lower max_tokens",
         )
     yield {"prompt_tokens": len(ids)}
-    generator = generator_of(loaded)
     ending = Ending()
     if adapter is not None:
         generator.use(Path(adapter))
@@ -89,10 +89,10 @@ def complete(
     return {"finish": finish, "completion_tokens": ending.tokens}
 
 
-def _prompt_ids(loaded: LoadedModel, prompt: Any) -> list[int]:
+def _prompt_ids(loaded: LoadedModel, tokenizer: Any, prompt: Any) -> list[int]:
     """Return the prompt's token ids; ConfigError if ids are given that the model does not have."""
     if not isinstance(prompt, list) or not all(isinstance(item, int) for item in prompt):
-        return list(prompt_ids(loaded.tokenizer, prompt, loaded.source.source))
+        return list(prompt_ids(tokenizer, prompt, loaded.source.source))
     if not prompt or not all(0 <= number < loaded.dims.vocab for number in prompt):
         expected = f"ids from 0 to {loaded.dims.vocab - 1}"
         raise ConfigError("a prompt of token ids", expected=expected, received=str(prompt)[:80])

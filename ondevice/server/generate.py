@@ -13,7 +13,9 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.core.registry import target, targets
-from ondevice.generation.generator import generate
+from ondevice.data.tasks.trained import read_trained_task
+from ondevice.generation.generator import Generator, generate, generator_of
+from ondevice.generation.prompt import prompt_ids
 from ondevice.models import LoadedModel, SourceInfo, load_model, read_dims
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.packed import load_packed
@@ -56,23 +58,49 @@ def generate_both(
     texts: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
         with adapted(loaded, load_adapter(Path(adapter))):
-            texts["adapted"] = generate(loaded, prompt, **options)
+            generator = trained_generator(loaded, Path(adapter))
+            ids = prompt_ids(generator.tokenizer, prompt, generator.source)
+            drawn = [token.id for token in generator.tokens(ids, **options) if not token.ends]
+            texts["adapted"] = str(loaded.tokenizer.decode(drawn, skip_special_tokens=True))
     return texts
 
 
+def trained_generator(loaded: LoadedModel, folder: Path | None) -> Generator:
+    """Return a generator that frames and ends answers as the training did, if a folder records it.
+
+    Args:
+        folder: of an adapter or a model.
+    """
+    generator = generator_of(loaded)
+    task = None
+    if folder is not None and folder.is_dir():
+        task = read_trained_task(folder)
+    if task is not None:
+        generator.tokenizer = task.with_template(generator.tokenizer)
+        generator.end_tokens = task.end_ids(generator.tokenizer) or generator.end_tokens
+    return generator
+
+
 def hold(
-    model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None
+    model: str | None,
+    artifact: str | None,
+    tokens: int,
+    job: dict[str, Any] | None,
+    *,
+    precise: bool = False,
 ) -> LoadedModel:
     """Return the model that is asked, loaded; it stays, and takes the place of the one before.
 
     Args:
         tokens: of a prompt and the generated text, at most.
+        precise: in float32 if that fits, as an evaluation computes; else as its weights are stored.
         model, artifact, job: as for `generate_both`.
     """
     wanted = (model, artifact, _stamp(artifact or str(model)))
-    if _loaded.get("wanted") != wanted:
+    if _loaded.get("wanted") != wanted or (precise and not _loaded["precise"]):
         _forget()
-        _loaded.update(wanted=wanted, loaded=_open(model, artifact, tokens, job))
+        loaded = _open(model, artifact, tokens, job, precise)
+        _loaded.update(wanted=wanted, loaded=loaded, precise=precise)
     return _loaded["loaded"]
 
 
@@ -114,7 +142,11 @@ def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) ->
 
 
 def _open(
-    model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None
+    model: str | None,
+    artifact: str | None,
+    tokens: int,
+    job: dict[str, Any] | None,
+    precise: bool = False,
 ) -> LoadedModel:
     """Plan if a job runs, and load."""
     device = resolve_device("auto")
@@ -123,6 +155,8 @@ def _open(
     source = str(model)
     dims = read_dims(source)
     dtype = _dtype(source)
+    if precise and _fits_in_float32(dims, tokens, device, job):
+        dtype = "float32"
     if job is not None:
         weights = sum(weight_bytes(dims, dtype))
         check_room_here(needs(dims, weights, dtype, tokens, device), device, job)
@@ -154,6 +188,15 @@ def _open_artifact(
     base = manifest.model
     info = SourceInfo(base.source, packed, base.revision, known_sha256=base.sha256)
     return load_packed(packed, device, artifact_tokenizer(folder), info)
+
+
+def _fits_in_float32(dims: ModelDims, tokens: int, device: str, job: dict[str, Any] | None) -> bool:
+    parts = needs(dims, sum(weight_bytes(dims, "float32")), "float32", tokens, device)
+    try:
+        check_room_here(parts, device, job or {"id": "", "device": device, "wants_bytes": 0})
+    except BusyError:
+        return False
+    return True
 
 
 def _dtype(source: str) -> str:

@@ -40,6 +40,7 @@ from ondevice.server.complete import complete
 from ondevice.server.convert import convert
 from ondevice.server.generate import generate_both
 from ondevice.server.interrupt import listen_for_stop
+from ondevice.server.predict import predict
 from ondevice.server.worker import quiet_frameworks
 from ondevice.training.length import with_length
 
@@ -140,8 +141,9 @@ CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "generate": (
         generate_both,
         None,
-    ),  # these three load a model, and check the free memory themselves
+    ),  # these four load a model, and check the free memory themselves
     "complete": (complete, None),
+    "predict": (predict, None),
     "convert": (convert, None),
 }
 """The calls, each with its limit of memory in bytes, without the files of libraries."""

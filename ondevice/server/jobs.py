@@ -36,6 +36,8 @@ _OURS = {
 TASK_NAME = r"^[\w -]*$"
 """The name of a task; a template's path would name a file of the server."""
 
+MOST_ROWS = 1000
+"""Rows of a request to predict."""
 _DEEPEST = 20
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
-from ondevice.server.jobs import TASK_NAME, Limits, Window
+from ondevice.server.jobs import MOST_ROWS, TASK_NAME, Limits, Window
 from ondevice.server.queue import State
 
 
@@ -374,6 +374,88 @@ class GenerateResponse(ResponseBody):
     adapted: str | None
     """None without an adapter."""
     adapter: str | None
+
+
+class PredictRequest(Documented):
+    """The body of POST /v1/predict."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=200)
+    """An adapter, model or artifact of GET /v1/models. An adapter is used with its base model."""
+    rows: list[dict[str, Any] | Annotated[str, Field(max_length=100_000)]] = Field(
+        min_length=1, max_length=MOST_ROWS
+    )
+    """Rows with the columns of the training's files; a text is a row's only column. A row needs no
+    label; labels are compared with the predictions."""
+    adapter: str | None = Field(default=None, max_length=64)
+    """An adapter for a model or an artifact in `model`."""
+    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
+    """A task of GET /v1/settings, for what does not record its own."""
+    max_new_tokens: int | None = Field(default=None, ge=1, le=4096)
+    """Most tokens of a generated answer; by default twice the longest answer of the training."""
+
+
+class PredictedRow(ResponseBody):
+    """The prediction for a row."""
+
+    index: int
+    """From 0."""
+    prediction: str | float | None
+    """The label's text, a number, or the generated text; None if the row cannot be predicted."""
+    probability: float | None
+    """Of the label; None for generated text."""
+    probabilities: dict[str, float]
+    """Of every label; empty for generated text."""
+    reason: str | None
+    """Why the row cannot be predicted."""
+    is_cut: bool
+    """The generated text reached its most tokens."""
+
+
+class NotPredicted(ResponseBody):
+    """A row that cannot be predicted."""
+
+    row: int
+    """From 1."""
+    reason: str | None
+
+
+class PredictResponse(ResponseBody):
+    """POST /v1/predict."""
+
+    object: Literal["list"] = "list"
+    model: str
+    format: str
+    data: list[PredictedRow]
+    rows: int
+    predicted: int
+    not_predicted: list[NotPredicted]
+    cut: int
+    """Generated texts that reached their most tokens."""
+    labels: list[str]
+    """Every label; empty for generated text."""
+    accuracy: float | None
+    """Share of the rows with labels whose prediction is right; None without labels."""
+    correct: int | None
+    compared: int
+    """Rows with a label."""
+    seconds_s: float
+
+
+class TaskResponse(ResponseBody):
+    """GET /v1/adapters/ID/task."""
+
+    format: str
+    task: str | None
+    """The prompt template, if one renders the rows."""
+    inputs: dict[str, str]
+    """{field: column} that a row to predict needs."""
+    labels: list[str]
+    """Empty for generated text."""
+    generates: bool
+    """True if an answer is generated, not chosen."""
+    max_length_tokens: int
 
 
 class ThumbRequest(Documented):

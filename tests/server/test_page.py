@@ -105,6 +105,7 @@ def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(
     assert {path.name for path in tmp_path.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "ondevice_task.json",
     }
     ids = torch.arange(3, 19)[None]
     model = load_model("tiny:llama").model

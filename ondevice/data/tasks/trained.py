@@ -40,6 +40,15 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "multiple_choice": ("answer",),
 }
 """Columns of the answer by format, first the one that takes the placeholder."""
+_INPUTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "chat": (("messages",),),
+    "classification": (("text", "sentence"),),
+    "completion": (("prompt",),),
+    "instruct": (("instruction", "question", "prompt"),),
+    "multiple_choice": (("question", "prompt"), ("choices",)),
+    "text": (("text",),),
+}
+"""Fields by format that a row to predict needs, each with its other names."""
 
 
 _FIELDS: dict[str, str] = {
@@ -126,6 +135,22 @@ class TrainedTask(StrictConfig):
         """Return the ids of `ends` in their order, without the tokenizer's own end."""
         known = tokenizer.get_vocab()
         return [known[end] for end in self.ends if end in known]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The fields that a row to predict needs, with their columns in the training's files."""
+        task = self.found_task()
+        fields = _INPUTS.get(self.format, ())
+        if task is not None:
+            places = {field: names[0] for field, names in task.columns.items()}
+            return places | {
+                field: self.columns[field] for field in places if field in self.columns
+            }
+        found: dict[str, str] = {}
+        for names in fields:
+            field = next((name for name in names if name in self.columns), names[0])
+            found[field] = self.columns.get(field, field)
+        return found
 
     def with_template(self, tokenizer: Any) -> Any:
         """Return the tokenizer with the chat template and the date of the training."""

@@ -117,6 +117,41 @@ def test_a_row_to_predict_has_the_prompt_of_the_training(
     assert actual.candidates == trained.candidates
 
 
+@pytest.mark.parametrize(
+    ("case", "inputs"),
+    [
+        ("classes", ["text"]),
+        ("columns that the user named", ["Ticket"]),
+        ("completion", ["prompt"]),
+        ("question", ["instruction"]),
+        ("named question", ["Q"]),
+        ("chat", ["messages"]),
+        ("a task", ["sentence"]),
+        ("a task's named columns", ["Review"]),
+        ("choices", ["question", "choices"]),
+        ("a custom template", ["a", "b"]),
+    ],
+)
+def test_a_row_with_only_the_inputs_has_the_prompt_of_the_training(
+    case: str,
+    inputs: list[str],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(YAML)
+    record, unlabelled, settings = CASES[case]
+    task, dataset = recorded(record, settings, tokenizer)
+    assert list(task.inputs.values()) == inputs
+    values = [unlabelled.get(name) for name in inputs]
+    if case == "question":
+        values = [unlabelled["question"]]
+    asked = ask(task, dict(zip(inputs, values, strict=True)), tokenizer)
+    start = dataset.items[0].prompt_tokens
+    assert asked.example.ids[:start] == dataset.items[0].example.ids[:start]
+
+
 def test_the_template_of_the_training_frames_the_prompt(tokenizer: Any) -> None:
     record, unlabelled, settings = CASES["chat"]
     task, dataset = recorded(record, settings, tokenizer)
