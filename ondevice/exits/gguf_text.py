@@ -22,7 +22,7 @@ from ondevice.data.tasks.trained import TrainedTask
 from ondevice.exits.task import PLAIN, is_plain
 from ondevice.gguf.metadata import Metadata
 from ondevice.gguf.read import open_gguf
-from ondevice.gguf.read_tokenizer import strips_right
+from ondevice.gguf.read_tokenizer import KEEPS_SPACES, strips_right
 from ondevice.gguf.read_tokenizer import write_tokenizer as read_tokenizer
 from ondevice.gguf.write_tokenizer import Templates, write_tokenizer
 
@@ -120,7 +120,11 @@ def reading_of(
     if not is_plain(task):
         templates = framed.chat_template
     name = _plain_name(stem)
-    if any(token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+    strips = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if strips and tokenizer.get_vocab().keys() >= {
+        *KEEPS_SPACES,
+        "</s>",
+    }:  # else it loads no such file
         name = f"{_PHI} {name}"
     found: list[tuple[int, int, Reading]] = []
     for add_space in _spaces(tokenizer):

@@ -90,9 +90,12 @@ def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]])
 def write_record(folder: Path, source: str, origin: dict[str, Any]) -> None:
     """Hash every file of `folder` and write its record."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(folder.iterdir())
-        if path.name != RECORD_NAME
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != RECORD_NAME
     }
     record = Record(source=source, origin=origin, files=files)
     atomic_write(folder / RECORD_NAME, json.dumps(asdict(record), indent=2) + "\n")
