@@ -28,12 +28,14 @@ import data_files  # noqa: E402
 import fleet_rounds  # noqa: E402
 import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
+import trained_tasks  # noqa: E402
 
 ARTIFACT = "artifact with a space"
 BLOCKS = "blocks"
 WRITER = "writer"
 PACKED = "packed answers"
 FLEET = "fleet artifact"
+TICKETS = "tickets artifact"
 FORMS = ("int8", "q4", "8da8w")
 """Of a block program's rounded weights."""
 SHORT_RUN = "--steps 4 --set train.checkpoint_every=2"
@@ -58,6 +60,8 @@ def exported(out: Path) -> None:
     for artifact, run, answers in ((ARTIFACT, "run", "answers.json"), (BLOCKS, "blocks run", "blocks answers.json")):
         write_answers(out, artifact, run, answers)
         write_mlx_lm(out, run)
+    scores = trained_tasks.scores(out / TICKETS, out / "blocks run" / "adapter")
+    write(out / "scores.json", json.dumps(scores, ensure_ascii=False))
 
 
 def write_tokens(out: Path) -> None:
@@ -65,6 +69,7 @@ def write_tokens(out: Path) -> None:
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
     write_encoded(out)
+    write_trained_tasks(out)
     write_numbers(out)
 
 
@@ -105,6 +110,8 @@ def export(out: Path) -> None:
     make_artifact(out / WRITER, "android-cpu", writer)
     packed = writer.replace("tokens=60", "tokens=200") + " --set export.answers=packed"
     make_artifact(out / PACKED, "android-cpu", packed)
+    tickets = "--method mesp --length 64 --batch-size 1 --set method.loss_tiles=2"
+    make_artifact(out / TICKETS, "android-cpu", tickets, trained_tasks.write_rows(out))
     for artifact, run in ((ARTIFACT, "run"), (BLOCKS, "blocks run")):
         make_run(out, artifact, run, "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
@@ -184,10 +191,10 @@ def npu(out: Path) -> None:
     make_run(out, "blocks npu", "blocks npu run", SHORT_RUN)
 
 
-def make_artifact(folder: Path, target: str, more: str) -> None:
+def make_artifact(folder: Path, target: str, more: str, rows: list[str] | None = None) -> None:
     """Export unless the same exporter has done so with the same arguments; all at once, for tests may be running."""
     words = f"--model tiny:llama --form functional --set export.check_steps=1 {more}"
-    arguments = ["export", "--target", target, "--out", str(folder), "--set", "train.seed=7", *words.split()]
+    arguments = ["export", "--target", target, "--out", str(folder), "--set", "train.seed=7", *words.split(), *(rows or [])]
     stamp, made_by = folder.with_name(folder.name + ".sha256"), hashlib.sha256(json.dumps(arguments).encode())
     for name in ("exporters", *(f"ondevice/{room}" for room in ("methods", "core", "models", "nn", "artifact"))):
         for path in sorted((ROOT / name).rglob("*.py")):
@@ -297,6 +304,17 @@ def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_
         "problems": problems,
         "too_long": len(dataset.too_long_tokens),
     }
+
+
+def write_trained_tasks(out: Path) -> None:
+    """What tables, templates and records of trained tasks are, in Python."""
+    from transformers import AutoTokenizer
+
+    names = ("tiny", "smollm2")
+    tokenizers = {name: AutoTokenizer.from_pretrained(str(folder_of(out, name))) for name in names}
+    write(out / "tables.json", json.dumps(trained_tasks.tables(), ensure_ascii=False))
+    write(out / "templates.json", json.dumps(trained_tasks.templates(), ensure_ascii=False))
+    write(out / "records.json", json.dumps(trained_tasks.records(tokenizers), ensure_ascii=False))
 
 
 def write_numbers(out: Path) -> None:

@@ -187,7 +187,7 @@ class FleetRounds(private val app: OndeviceApp) : Watched() {
         live.offer.charter.check(artifact.manifest)
         val tokenizer = artifact.tokenizer()
         val data = live.data ?: throw OndeviceException(ErrorKind.FLEET, "a round needs rows of this phone", "a data file", "none", "import one, or write examples")
-        val rows = Encoder(tokenizer, artifact.manifest.longestTokens).encode(app.store.rows(app.store.dataFile(data), artifact.manifest))
+        val rows = Encoder(tokenizer, artifact.manifest.longestTokens).encode(app.store.rows(app.store.dataFile(data), artifact))
         return FleetWork(Session(artifact, app.openProgram(artifact)), rows.items.map { it.example }, tokenizer.padId)
     }
 

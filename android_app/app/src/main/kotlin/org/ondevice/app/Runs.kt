@@ -9,9 +9,11 @@ import org.ondevice.core.Event
 import org.ondevice.core.EventLog
 import org.ondevice.core.HeldOut
 import org.ondevice.core.OndeviceException
+import org.ondevice.core.RowReader
 import org.ondevice.core.Session
 import org.ondevice.core.StartMode
 import org.ondevice.core.Storage
+import org.ondevice.core.TaskRecord
 import org.ondevice.core.TrainData
 import org.ondevice.core.TrainSettings
 import org.ondevice.core.Trainer
@@ -37,6 +39,9 @@ class Runs(private val app: OndeviceApp) : Watched() {
 
         @Volatile var trainer: Trainer? = null
 
+        /** What its adapter will have been trained to do. */
+        @Volatile var task: TaskRecord? = null
+
         @Volatile var stopAsked = false
 
         @Volatile var pauseAsked = plan.paused
@@ -54,7 +59,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
     /** Remember a new run as wanted; [TrainService] then starts it. The data is copied: it may be edited meanwhile. */
     fun begin(plan: RunPlan) {
         app.store.pruneRuns()
-        Storage.atomicWrite(dataOf(app.store.runFolder(plan.id)), app.store.dataFile(plan.data).readBytes())
+        Storage.atomicWrite(dataOf(app.store.runFolder(plan.id), plan), app.store.dataFile(plan.data).readBytes())
         app.wanted.write(plan)
         live = null
         if (plan.rules.onlyWhileCharging) ChargingJob.schedule(app)
@@ -144,9 +149,11 @@ class Runs(private val app: OndeviceApp) : Watched() {
         val plan = live.plan
         val manifest = artifact.manifest
         val tokenizer = artifact.tokenizer()
-        val file = dataOf(live.folder)
-        val items = Encoder(tokenizer, manifest.longestTokens).encode(app.store.rows(file, manifest)).items
-        val (train, judge) = HeldOut.split(items, session.seed)
+        val file = dataOf(live.folder, plan)
+        val rows = app.store.rows(file, artifact)
+        val dataset = Encoder(tokenizer, manifest.longestTokens).encode(rows)
+        live.task = TaskRecord.of(rows, dataset, tokenizer, artifact.task)
+        val (train, judge) = HeldOut.split(dataset.items, session.seed)
         val adapters = app.store.adapters(artifact)
         plan.startAdapter?.let { session.restart(adapters.load(it)) }
         val batches = Batches(train.map { it.example }, manifest.batchSize, manifest.lengthsTokens, session.seed, tokenizer.padId)
@@ -195,6 +202,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
                     "loss_before" to result.before?.loss, "loss_after" to result.evaluation?.loss,
                     "accuracy_before" to result.before?.accuracy, "accuracy_after" to result.evaluation?.accuracy,
                 ),
+                live.task,
             )
             adapters.activate(name)
         }
@@ -215,7 +223,9 @@ class Runs(private val app: OndeviceApp) : Watched() {
         /** One name for each start, in the order of time. */
         fun newId(now: Date = Date()): String = "run-" + SimpleDateFormat("yyyy-MM-dd HH.mm.ss", Locale.ROOT).format(now)
 
-        private fun dataOf(folder: File) = File(folder, "data.jsonl")
+        /** A table stays one: its name says how it is read. */
+        private fun dataOf(folder: File, plan: RunPlan): File =
+            File(folder, if (RowReader.isTable(plan.data)) "data." + plan.data.substringAfterLast('.') else "data.jsonl")
 
         /** Starts without anything saved between them; then the user decides. */
         const val MAX_ATTEMPTS = 3

@@ -8,7 +8,6 @@ import org.ondevice.core.ErrorKind
 import org.ondevice.core.ExampleFile
 import org.ondevice.core.JudgedFile
 import org.ondevice.core.Library
-import org.ondevice.core.Manifest
 import org.ondevice.core.OndeviceException
 import org.ondevice.core.Preview
 import org.ondevice.core.RowReader
@@ -41,17 +40,30 @@ class Store(private val root: File) {
 
     fun dataFile(name: String) = File(dataFolder, name)
 
-    fun lines(file: File): Int = file.useLines { lines -> lines.count { it.isNotBlank() } }
+    /** Lines of a file, without a table's header. */
+    fun lines(file: File): Int = file.useLines { lines -> lines.count { it.isNotBlank() } } - if (RowReader.isTable(file.name)) 1 else 0
 
-    /** Take over a picked file under its own name, once its rows can be read. */
+    /** Take over a picked file under its own name, once its rows can be read: by their columns, or by a model's task. */
     fun importData(name: String, input: InputStream): File {
         val bytes = readAll(input)
-        RowReader.read(name, bytes)
+        try {
+            RowReader.read(name, bytes)
+        } catch (error: OndeviceException) {
+            if (error.kind != ErrorKind.DATA || !fitsAModel(name, bytes)) throw error
+        }
         val plain = name.map { if (it in "/\\:*?\"<>|" || it < ' ') '_' else it }.joinToString("").trimStart('.').take(80).ifEmpty { "data.jsonl" }
         val stem = plain.substringBeforeLast('.')
         val end = plain.substringAfterLast('.', "jsonl")
         val free = generateSequence(1) { it + 1 }.map { if (it == 1) "$stem.$end" else "$stem $it.$end" }.first { !dataFile(it).exists() }
         return dataFile(free).also { Storage.atomicWrite(it, bytes) }
+    }
+
+    private fun fitsAModel(name: String, bytes: ByteArray): Boolean = models().any { model ->
+        try {
+            model.artifact?.task?.read(name, bytes) != null
+        } catch (error: OndeviceException) {
+            false
+        }
     }
 
     private fun readAll(input: InputStream): ByteArray {
@@ -74,14 +86,12 @@ class Store(private val root: File) {
     }
 
     /** A file's rows as this model sees them: by the task it was exported for if they fit that, else by their keys. */
-    fun rows(file: File, manifest: Manifest): Rows {
-        val task = manifest.task
-        if (task != null) {
-            try {
-                RowReader.read(file, task).let { if (it.problems.isEmpty()) return it }
-            } catch (error: OndeviceException) {
-                if (error.kind != ErrorKind.DATA && error.kind != ErrorKind.CONFIG) throw error
-            }
+    fun rows(file: File, artifact: Artifact): Rows {
+        val task = artifact.task ?: return RowReader.read(file)
+        try {
+            task.read(file.name, file.readBytes()).let { if (it.items.size > it.problems.size) return it }
+        } catch (error: OndeviceException) {
+            if (error.kind != ErrorKind.DATA && error.kind != ErrorKind.CONFIG) throw error
         }
         return RowReader.read(file)
     }
@@ -90,7 +100,7 @@ class Store(private val root: File) {
     fun preview(model: ArtifactInfo, file: File): Preview {
         val artifact = open(model.name)
         val tokenizer = artifact.tokenizer()
-        val rows = rows(file, artifact.manifest)
+        val rows = rows(file, artifact)
         val dataset = Encoder(tokenizer, artifact.manifest.longestTokens).encode(rows, allowEmpty = true)
         return Preview.of(rows, dataset, tokenizer)
     }

@@ -7,6 +7,7 @@ import android.widget.EditText
 import android.widget.Spinner
 import android.widget.Switch
 import android.widget.TextView
+import org.ondevice.core.Adapters
 import org.ondevice.core.ArtifactInfo
 import org.ondevice.core.Format
 import org.ondevice.core.JudgedAnswer
@@ -14,8 +15,8 @@ import org.ondevice.core.OndeviceException
 import org.ondevice.core.PackedAnswers
 import org.ondevice.core.Sampling
 import org.ondevice.core.Session
-import org.ondevice.core.Task
-import org.ondevice.core.Tasks
+import org.ondevice.core.TaskField
+import org.ondevice.core.TaskRecord
 import org.ondevice.core.Trial
 import org.ondevice.core.TrialResult
 import org.ondevice.core.TrialSide
@@ -27,6 +28,9 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     private var blocked = false
     private val isBlocked get() = app.runs.isWorking || app.rounds.isWorking
+
+    /** Views of the task's fields but the first, by the fields' names. */
+    private val others = LinkedHashMap<String, EditText>()
 
     /** Views of the answers that are being written. */
     private val shown = ArrayList<TextView>()
@@ -60,6 +64,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     private fun keepDraft() {
         root.findViewById<EditText>(R.id.prompt)?.let { draft.putString("prompt", it.text.toString()) }
+        for ((name, view) in others) draft.putString(FIELD + name, view.text.toString())
         root.findViewById<EditText>(R.id.answers)?.let { draft.putString("answers", it.text.toString()) }
         root.findViewById<EditText>(R.id.stop_texts)?.let { draft.putString("stop_texts", it.text.toString()) }
         root.findViewById<Spinner>(R.id.adapter)?.let { draft.putString("adapter", it.selectedItem?.toString()) }
@@ -90,33 +95,36 @@ class TryScreen(host: MainActivity) : Screen(host) {
             return ui.page(R.id.page_try, *parts.toTypedArray())
         }
         val wanted = draft.getString("adapter")?.takeIf { it in names } ?: adapters.activeName()
-        form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
-        val others = listOf(string(R.string.base_model)) + names
-        form += ui.labelled(R.string.compare_with, ui.spinner(R.id.other, others, others.indexOf(draft.getString("other"))))
+        form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted), ::otherAdapter))
+        val compared = listOf(string(R.string.base_model)) + names
+        form += ui.labelled(R.string.compare_with, ui.spinner(R.id.other, compared, compared.indexOf(draft.getString("other"))))
         val writes = model.manifest!!.writes
-        val task = task(model)
-        val label = if (task != null) R.string.text_to_judge else R.string.prompt
-        val prompt = ui.field(R.id.prompt, label, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
-        form += ui.labelled(label, prompt)
-        if (task != null) {
-            form += ui.soft(string(R.string.asks_task, task.prompt.replace(Regex("\\{\\w+\\}"), "…"), task.choices.joinToString { it.answer.trim() }))
+        val problem = arrayListOf<View>()
+        val task = (wanted ?: names[0]).let { name -> task(adapters, name) { problem += ui.problem(it) } }
+        val chooses = task?.hasCandidates == true
+        form += prompts(task.takeIf { chooses || writes })
+        if (chooses) {
+            form += ui.soft(asked(task!!))
         } else if (!writes) {
             val answers = ui.field(R.id.answers, R.string.answers, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("answers") ?: "") }
             form += ui.labelled(R.string.answers, answers)
         } else {
-            form += ui.toggle(R.id.as_chat, R.string.as_chat, draft.getBoolean("as_chat"), {})
-            form += ui.row(number(R.id.longest, R.string.longest_answer, "32", whole = true), number(R.id.heat, R.string.sampling_temperature, "0"), gap = 10)
+            if (task == null || task.format == Format.TEXT) form += ui.toggle(R.id.as_chat, R.string.as_chat, draft.getBoolean("as_chat"), {})
+            else form += ui.soft(string(R.string.asked_as_trained, task.framing.ifEmpty { task.format.formatName }))
+            val longest = maxOf(32, task?.longestAnswerTokens ?: 0).toString()
+            form += ui.row(number(R.id.longest, R.string.longest_answer, longest, whole = true), number(R.id.heat, R.string.sampling_temperature, "0"), gap = 10)
             form += ui.row(number(R.id.top_p, R.string.top_p, "1"), number(R.id.sampling_seed, R.string.seed, "0", whole = true), gap = 10)
             val stops = ui.field(R.id.stop_texts, R.string.stop_texts, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("stop_texts") ?: "") }
             form += ui.labelled(R.string.stop_texts, stops)
         }
         parts += ui.card(*form.toTypedArray(), gap = 10)
+        parts += problem
         blocked = isBlocked
         if (blocked) parts += ui.notice(string(R.string.try_while_training))
         app.jobs.error(PLACE)?.let { parts += ui.problem(it) }
         val busy = app.jobs.words(PLACE)
         if (busy != null) parts += ui.busy(busy)
-        if (busy != null && writes && task == null) {
+        if (busy != null && writes && !chooses) {
             parts += ui.button(R.string.stop, Tone.DANGER) { stopping = true }.apply { id = R.id.stop }
         } else {
             val compare = ui.button(R.string.compare, Tone.PRIMARY) { compare(models) }.apply { id = R.id.compare }
@@ -134,10 +142,10 @@ class TryScreen(host: MainActivity) : Screen(host) {
     }
 
     /** What stands in the fields; what is no number is refused as one that is out of range. */
-    private fun sampling(): Sampling {
+    private fun sampling(task: TaskRecord?): Sampling {
         fun text(id: Int, first: String) = draft.getString(NUMBERS.getValue(id))?.trim()?.replace(',', '.') ?: first
         return Sampling(
-            text(R.id.longest, "32").toIntOrNull() ?: 0, text(R.id.heat, "0").toFloatOrNull() ?: -1f,
+            text(R.id.longest, maxOf(32, task?.longestAnswerTokens ?: 0).toString()).toIntOrNull() ?: 0, text(R.id.heat, "0").toFloatOrNull() ?: -1f,
             text(R.id.top_p, "1").toFloatOrNull() ?: 0f, text(R.id.sampling_seed, "0").toLongOrNull() ?: 0L,
             (draft.getString("stop_texts") ?: "").lines().map { it.trim() }.filter { it.isNotEmpty() },
         )
@@ -150,10 +158,46 @@ class TryScreen(host: MainActivity) : Screen(host) {
         render()
     }
 
-    /** The artifact's task if one text is all that it asks about. */
-    private fun task(model: ArtifactInfo): Task? =
-        model.manifest?.task?.let { name -> Tasks.ALL.values.firstOrNull { it.name == name } }
-            ?.takeIf { it.kind == Format.CLASSIFICATION && it.columns.size == 1 }
+    /** Another adapter may have been trained to do something else. */
+    private fun otherAdapter() {
+        app.jobs.dismiss(PLACE)
+        render()
+    }
+
+    /** What the adapter was trained to do; null if nothing says so, or [tell] was told that the record is damaged. */
+    private fun task(adapters: Adapters, name: String, tell: (OndeviceException) -> Unit): TaskRecord? = try {
+        adapters.task(name)
+    } catch (error: OndeviceException) {
+        tell(error)
+        null
+    }
+
+    /** A field for each thing that the task asks for, or one for a prompt. */
+    private fun prompts(task: TaskRecord?): List<View> {
+        others.clear()
+        val fields = task?.fields ?: listOf(TaskField("prompt"))
+        return fields.mapIndexed { index, field ->
+            val only = if (task?.hasCandidates == true) R.string.text_to_judge else R.string.prompt
+            val caption = if (fields.size == 1) string(only) else if (field.isList) string(R.string.one_a_line, field.name) else field.name
+            val kept = draft.getString(if (index == 0) "prompt" else FIELD + field.name) ?: ""
+            val view = ui.field(if (index == 0) R.id.prompt else View.generateViewId(), only, InputType.TYPE_CLASS_TEXT, lines = 2)
+            view.hint = caption
+            view.setText(kept)
+            if (index > 0) {
+                view.isSaveEnabled = false
+                others[field.name] = view
+            }
+            ui.column(ui.soft(caption).apply { labelFor = view.id }, view, gap = 4)
+        }
+    }
+
+    /** How a task with candidates asks, and what it chooses from. */
+    private fun asked(task: TaskRecord): String {
+        val answers = task.answers
+        val prompt = (task.task?.prompt ?: "{text}\nLabel:").replace(Regex("\\{[^{}\n]*\\}"), "…").trim()
+        return if (answers.isEmpty()) string(R.string.asked_as_trained, task.framing.ifEmpty { task.format.formatName })
+        else string(R.string.asks_task, prompt, answers.joinToString())
+    }
 
     private fun compare(models: List<ArtifactInfo>) {
         keepDraft()
@@ -162,7 +206,11 @@ class TryScreen(host: MainActivity) : Screen(host) {
         val prompt = draft.getString("prompt") ?: ""
         val other = draft.getString("other")?.takeIf { it != string(R.string.base_model) }
         val asChat = draft.getBoolean("as_chat")
-        val task = task(model)
+        val task = task(app.store.adapters(model.artifact!!), adapter) {}
+        val chooses = task?.hasCandidates == true
+        val values = task?.fields.orEmpty().withIndex().associate { (index, field) ->
+            field.name to (if (index == 0) prompt else draft.getString(FIELD + field.name) ?: "")
+        }
         val keep = { result: TrialResult -> app.lastTrial = ShownTrial(prompt, other, adapter, result) }
         app.lastTrial = null
         stopping = false
@@ -171,19 +219,21 @@ class TryScreen(host: MainActivity) : Screen(host) {
             val adapters = app.store.adapters(artifact)
             val vector = adapters.load(adapter)
             val left = other?.let(adapters::load) ?: artifact.first(artifact.manifest.spec.adapter).floats()
-            val packs = task == null && artifact.answers != null
+            val packs = !chooses && artifact.answers != null
             (if (packs) app.openAnswers(artifact) else app.openProgram(artifact)).use { program ->
                 val trial = Trial(Session(artifact, program), artifact.tokenizer(), if (packs) PackedAnswers(artifact, program) else null)
-                if (trial.canGenerate && task == null) {
-                    trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
+                if (chooses) {
+                    trial.classify(task!!, values, vector, left)
+                } else if (trial.canGenerate) {
+                    val free = asChat && (task == null || task.format == Format.TEXT)
+                    trial.generate(prompt, vector, left, free, sampling(task), task, values, shouldStop = { stopping }) { soFar ->
                         app.jobs.onMain {
                             keep(soFar)
                             written()
                         }
                     }
                 } else {
-                    val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
-                    trial.judge(text, answers, vector, left)
+                    trial.judge(prompt, answers(prompt), vector, left)
                 }
             }
         }) { keep(it) }
@@ -263,6 +313,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     companion object {
         const val PLACE = "try"
+        private const val FIELD = "field "
 
         /** Fields of numbers, and their names in the draft. */
         private val NUMBERS = mapOf(R.id.longest to "longest", R.id.heat to "heat", R.id.top_p to "top_p", R.id.sampling_seed to "seed")

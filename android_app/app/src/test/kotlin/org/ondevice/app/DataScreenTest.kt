@@ -30,6 +30,22 @@ class DataScreenTest : AppTest() {
         until("the preview again") { ready() && "What is learned" in texts() }
     }
 
+    /** A table whose columns are those of the model's own template, separated by semicolons. */
+    @Test
+    fun importsASemicolonTable() {
+        open(1)
+        val table = File(fixtures, "tickets.csv").readBytes()
+        pick(1, "tickets.csv", table)
+        until("the refusal") { app.jobs.error(DataScreen.PLACE) != null }
+        untilSaid("cannot tell the format of tickets.csv", "Body, Team, Note")
+        importModel("tickets", File(fixtures, "tickets artifact"))
+        pick(1, "tickets.csv", table)
+        until("the preview") { ready() && "What is learned" in texts() }
+        untilSaid("2 used of 2", "Billing 1", "Technical help 1")
+        assertEquals(listOf("Billing", "Technical help"), trained())
+        shot("data-table")
+    }
+
     @Test
     fun refusesAFileWithoutRowsAndSaysWhy() {
         open(1)

@@ -13,8 +13,11 @@ import org.junit.Assert.assertNull
 import org.junit.Assert.assertThrows
 import org.junit.Assert.assertTrue
 import org.junit.Test
+import org.ondevice.core.Adapters
 import org.ondevice.core.AnswersInfo
+import org.ondevice.core.Artifact
 import org.ondevice.core.Json
+import org.ondevice.core.PeftAdapter
 import org.ondevice.core.PipeProgram
 import org.robolectric.RuntimeEnvironment
 import org.robolectric.Shadows.shadowOf
@@ -61,10 +64,64 @@ class TryAndAdaptersTest : AppTest() {
     private fun writer(name: String = "stories", folder: String = "writer") {
         importModel(name, File(fixtures, folder))
         val artifact = app.store.models().first { it.name == name }.artifact!!
-        app.store.adapters(artifact).apply { addFrom(File(fixtures, "blocks run/adapter"), "from Python") }.activate("from Python")
+        addAdapter(app.store.adapters(artifact), artifact)
         val root = File(property("ondevice.root")).canonicalFile
         app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), root) }
         app.openAnswers = { PipeProgram(it.folder, property("ondevice.python"), root, AnswersInfo.PROGRAM_NAME) }
+    }
+
+    /** The adapter that Python trained, without its record: what the model was exported for holds. */
+    private fun addAdapter(adapters: Adapters, artifact: Artifact) {
+        adapters.save("from Python", PeftAdapter(artifact).read(File(fixtures, "blocks run/adapter")))
+        adapters.activate("from Python")
+    }
+
+    private fun sideWords(): List<List<String>> = find<ViewGroup>(R.id.sides).let { sides ->
+        (0 until sides.childCount).map { side -> views(sides.getChildAt(side)).filterIsInstance<TextView>().map { it.text.toString() } }
+    }
+
+    /** A template of one's own came with the model: each label has the probability that Python computes. */
+    @Test
+    fun classifiesByATemplateOfOnesOwn() {
+        importModel("tickets", File(fixtures, "tickets artifact"))
+        val artifact = app.store.models()[0].artifact!!
+        addAdapter(adapters, artifact)
+        val root = File(property("ondevice.root")).canonicalFile
+        app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), root) }
+        open(3)
+        untilSaid("Asked as “Ticket: …\nTeam:”, answered by one of: Billing, Technical help, Größe 🐈")
+        val expected = (Json.parse(File(fixtures, "scores.json").readText()) as List<*>)[0] as Map<*, *>
+        find<EditText>(R.id.prompt).setText(expected["text"] as String)
+        click(R.id.compare)
+        until("the labels") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        val shares = (expected["shares"] as List<*>).map { it as Double }
+        val labels = listOf("Billing", "Technical help", "Größe 🐈").zip(shares).sortedByDescending { it.second }
+        val said = labels.flatMap { (label, share) -> listOf(label, "${Words.number(share * 100, 1)} %") }
+        assertEquals(said, sideWords()[1].drop(1).take(6))
+        shot("try-labels")
+    }
+
+    /** From a semicolon table to labels with probabilities, all on the phone. */
+    @Test
+    fun aTableIsTrainedOnAndItsLabelsAreThoseOfTry() {
+        importModel()
+        val table = "Text;Label\n" + (1..6).joinToString("") { "\"card $it; please\";billing\nno start $it;technical\n" }
+        app.store.importData("tickets.csv", table.byteInputStream())
+        assertEquals(12, app.store.lines(app.store.dataFiles()[0]))
+        begin(2)
+        until("the run's end", 120) { app.runs.live?.isOver == true }
+        assertNull(app.runs.live!!.error)
+        val task = adapters.task(adapters.activeName()!!)!!
+        assertEquals(listOf("billing", "technical"), task.labels.values.toList())
+        open(3)
+        untilSaid("answered by one of: billing, technical")
+        find<EditText>(R.id.prompt).setText("my card")
+        click(R.id.compare)
+        until("the labels") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        assertEquals(setOf("billing", "technical"), setOf(sideWords()[1][1], sideWords()[1][3]))
+        shot("try-labels-of-rows")
     }
 
     /** The same from the program with packed weights, up to a text that ends it. */

@@ -40,14 +40,23 @@ class Adapters(private val root: File, private val artifact: Artifact) {
         }.sortedWith(compareByDescending<AdapterInfo> { it.savedAtMs }.thenBy { it.name })
     }
 
-    /** Save a trained vector under a new [name]. */
-    fun save(name: String, flat: FloatArray, note: Map<String, Any?> = emptyMap()): AdapterInfo = put(name) { folder ->
+    /** Save a trained vector under a new [name], with what it was trained to do, if that is known. */
+    fun save(name: String, flat: FloatArray, note: Map<String, Any?> = emptyMap(), task: TaskRecord? = null): AdapterInfo = put(name) { folder ->
         peft.write(flat, folder)
         writeNote(folder, note)
+        if (task != null) Storage.writing(folder) { File(folder, TaskRecord.FILE_NAME).writeText(task.toText()) }
     }
 
-    /** Take over the adapter that a run left in [folder] (`run/adapter`). */
-    fun addFrom(folder: File, name: String, note: Map<String, Any?> = emptyMap()): AdapterInfo = save(name, peft.read(folder), note)
+    /** Take over the adapter that a run left in [folder] (`run/adapter`); its own record comes before [task]. */
+    fun addFrom(folder: File, name: String, note: Map<String, Any?> = emptyMap(), task: TaskRecord? = null): AdapterInfo =
+        save(name, peft.read(folder), note, TaskRecord.read(folder) ?: task)
+
+    /**
+     * What an adapter was trained to do: its own record, else the artifact's.
+     *
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: the record is damaged.
+     */
+    fun task(name: String): TaskRecord? = TaskRecord.read(existing(name)) ?: artifact.task
 
     /** The vector of an adapter, wholly checked. */
     fun load(name: String): FloatArray = peft.read(existing(name))
@@ -169,6 +178,6 @@ class Adapters(private val root: File, private val artifact: Artifact) {
         const val ACTIVE = "active.json"
         const val MAX_HISTORY = 50
         const val MAX_ZIP_BYTES = 1L shl 30
-        val KEPT = setOf(PeftAdapter.WEIGHTS_NAME, PeftAdapter.CONFIG_NAME, NOTE)
+        val KEPT = setOf(PeftAdapter.WEIGHTS_NAME, PeftAdapter.CONFIG_NAME, TaskRecord.FILE_NAME, NOTE)
     }
 }

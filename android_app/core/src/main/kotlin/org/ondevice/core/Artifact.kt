@@ -17,6 +17,11 @@ class Artifact(val folder: File, val manifest: Manifest) {
     val answers: AnswersInfo? by lazy { if (manifest.hasPackedAnswers) AnswersInfo.read(folder, manifest.spec) else null }
     val answersFile: File get() = File(folder, AnswersInfo.PROGRAM_NAME)
 
+    /** What its rows are and how they are asked; null where neither a record nor a task says so. */
+    val task: TaskRecord? by lazy {
+        TaskRecord.read(folder) ?: manifest.task?.let { name -> Tasks.ALL[Tasks.plainName(name)] }?.let { TaskRecord.of(it) }
+    }
+
     /** The tokenizer that the program was made for; reading it takes a moment, keep it. */
     fun tokenizer(): Tokenizer = TokenizerFile.read(File(folder, TOKENIZER_FOLDER))
 

@@ -9,6 +9,7 @@ package org.ondevice.core
  * multiple choice, question answering); everything (text, cut into windows that overlap by one token).
  * Prompt and answer are tokenized as one text; a token across the boundary belongs to the answer.
  *
+ * @param chatTemplate frames conversations; the tokenizer's own unless given.
  * @param maxLengthTokens longest sequence, at least 2: [Manifest.longestTokens]. Prompts lose tokens at their front
  *   to fit, and conversations whole turns; a row whose answer does not fit behind one token of context, or whose last
  *   turns do not fit whole, becomes a problem.
@@ -18,6 +19,7 @@ class Encoder(
     private val tokenizer: Tokenizer,
     private val maxLengthTokens: Int,
     private val trainOnPrompt: Boolean = false,
+    private val chatTemplate: String? = tokenizer.chatTemplate,
 ) {
     private val limit get() = maxLengthTokens
     private var chat: ChatTemplate? = null
@@ -59,7 +61,7 @@ class Encoder(
     private fun chatOf(rows: Rows): ChatTemplate? {
         val first = rows.items.firstOrNull() ?: return null
         if (first.turns.isEmpty()) return null
-        val template = tokenizer.chatTemplate
+        val template = chatTemplate
         if (template == null && first.pairs.isNotEmpty()) return null
         return ChatTemplate.of(
             template ?: throw dataError(

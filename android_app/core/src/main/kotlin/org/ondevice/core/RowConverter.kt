@@ -1,9 +1,10 @@
 package org.ondevice.core
 
 /** One record of a known format as a row; [row] raises [BadRow]. The texts are those of `ondevice/data/tasks/formats.py`. */
-internal class RowConverter(private val format: Format, private val task: Task?, records: List<Map<*, *>>) {
-    private val classes: Map<String, String> =
-        if (task == null && format == Format.CLASSIFICATION) classesOf(records) else emptyMap()
+internal class RowConverter(private val format: Format, private val task: Task?, records: List<Map<*, *>>, labels: Map<String, String>? = null) {
+    /** {label key: label text} of classification rows, in the candidates' order. */
+    val classes: Map<String, String> =
+        labels ?: if (task == null && format == Format.CLASSIFICATION) classesOf(records) else emptyMap()
 
     private val counts = HashMap<String, Int>()
 
@@ -38,7 +39,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         var fields = record
         if (record.containsKey("prompt_fields")) {
             val named = record["task"] ?: task.name
-            if (Tasks.plainName(named.toString()) != task.name) {
+            if (!task.isOwn && Tasks.plainName(named.toString()) != task.name) {
                 throw BadRow("task", "expected '${task.name}', received ${describe(named)}")
             }
             val given = record["prompt_fields"]
@@ -46,7 +47,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
             fields = if (record.containsKey("label")) given + ("label" to record["label"]) else given
         }
         val rendered = task.render(fields)
-        return Row(line, rendered.pairs, rendered.gold, answers = rendered.answers, label = rendered.label, end = false)
+        return Row(line, rendered.pairs, rendered.gold, answers = rendered.answers, label = rendered.label, end = task.kind == Format.COMPLETION)
     }
 
     private fun chatRow(line: Int, record: Map<*, *>): Row {
@@ -73,9 +74,9 @@ internal class RowConverter(private val format: Format, private val task: Task?,
     }
 
     private fun instructRow(line: Int, record: Map<*, *>): Row {
-        val instruction = text(record, "instruction", "prompt")
+        val instruction = text(record, "instruction", "prompt", "question")
         val context = text(record.filterValues { it != null }, "input", "context", empty = true)
-        val answer = text(record, "output", "response")
+        val answer = text(record, "output", "response", "answer")
         val given = !Texts.isBlank(context)
         val asked = if (given) "$instruction\n\n$context" else instruction
         val block = if (given) "\n\n### Input:\n$context" else ""
@@ -109,6 +110,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         val label = record["label"]
         val key = labelKey(label)
         if (key.isNullOrEmpty()) throw BadRow("label", "expected a text, a number or a boolean, received ${describe(label)}")
+        if (key !in classes) throw BadRow("label", "expected one of ${classes.keys.joinToString(", ")}; received ${describe(label)}")
         Texts.check(classes[key], "label")
         val pairs = classes.values.map { "${Texts.strip(text)}\nLabel:" to " $it" }
         return Row(line, pairs, classes.keys.indexOf(key), label = classes[key], end = false)
@@ -116,7 +118,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
 
     private fun choiceRow(line: Int, record: Map<*, *>): Row {
         val question = Texts.strip(text(record, "question", "prompt"))
-        val choices = record["choices"]
+        val choices = record["choices"].let { if (it is String) listOfCell(it) else it }
         if (choices !is List<*> || choices.size < 2) {
             throw BadRow("choices", "expected a list of at least two texts, received ${describe(choices)}")
         }
@@ -126,17 +128,10 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         return Row(line, texts.map { "$question\nAnswer:" to " $it" }, gold, label = label, end = false)
     }
 
-    private fun choiceIndex(answer: Any?, texts: List<String>): Int {
-        val letters = texts.indices.take(26).map { ('A' + it).toString() }
-        if (answer is Long && answer in texts.indices) return answer.toInt()
-        if (answer is String) {
-            for (known in listOf(texts, letters, texts.indices.map { it.toString() })) {
-                val index = known.indexOf(Texts.strip(answer))
-                if (index >= 0) return index
-            }
-        }
-        val allowed = "one of the choices, ${letters.first()} to ${letters.last()}, or 0 to ${texts.size - 1}"
-        throw BadRow("answer", "expected $allowed; received ${describe(answer)}")
+    private fun listOfCell(cell: String): Any? = try {
+        Json.parse(cell)
+    } catch (_: JsonException) {
+        throw BadRow("choices", "expected a JSON list of texts in the cell")
     }
 
     private fun text(record: Map<*, *>, vararg keys: String, empty: Boolean = false): String {
@@ -162,17 +157,32 @@ internal class RowConverter(private val format: Format, private val task: Task?,
 
         private val READ: Map<Format, Set<String>> = mapOf(
             Format.CHAT to setOf("messages") + SYSTEM,
-            Format.INSTRUCT to setOf("instruction", "prompt", "input", "context", "output", "response") + SYSTEM,
+            Format.INSTRUCT to setOf("instruction", "prompt", "input", "context", "output", "response", "question", "answer") + SYSTEM,
             Format.COMPLETION to setOf("prompt", "completion"),
             Format.TEXT to setOf("text"),
             Format.CLASSIFICATION to setOf("text", "sentence", "label"),
             Format.MULTIPLE_CHOICE to setOf("question", "prompt", "choices", "answer"),
             Format.QA to emptySet(),
+            Format.REGRESSION to emptySet(),
         )
 
         private fun keysOf(task: Task): Set<String> =
-            (task.columns.values.flatten() + task.labels).map { it.substringBefore('.') }.toSet() +
+            (task.columns.values.flatten() + task.labels + task.reads).map { it.substringBefore('.') }.toSet() +
                 setOf("task", "prompt_fields")
+
+        /** The index of the choice that [answer] names: by its text, its letter or its index. */
+        fun choiceIndex(answer: Any?, texts: List<String>): Int {
+            val letters = texts.indices.take(26).map { ('A' + it).toString() }
+            if (answer is Long && answer in texts.indices) return answer.toInt()
+            if (answer is String) {
+                for (known in listOf(texts, letters, texts.indices.map { it.toString() })) {
+                    val index = known.indexOf(Texts.strip(answer))
+                    if (index >= 0) return index
+                }
+            }
+            val allowed = "one of the choices, ${letters.first()} to ${letters.last()}, or 0 to ${texts.size - 1}"
+            throw BadRow("answer", "expected $allowed; received ${describe(answer)}")
+        }
 
         /** The label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label. */
         fun labelKey(value: Any?): String? = when (value) {

@@ -5,13 +5,13 @@ import java.io.IOException
 import java.nio.charset.CharacterCodingException
 
 /**
- * JSON lines as rows, with the format inferred from the keys as `ondevice/data/tasks/formats.py` infers it; every bad
+ * JSON lines or a table ([Tables]) as rows, with the format inferred from the keys as `ondevice/data/tasks/formats.py` infers it; every bad
  * row is named, never raised.
  *
  * | format          | keys                                                                        |
  * |-----------------|-----------------------------------------------------------------------------|
  * | chat            | messages: [{role, content}, ...]                                            |
- * | instruct        | instruction, output, and maybe input (or context, response); prompt, response |
+ * | instruct        | instruction, output, and maybe input (or context, response); prompt, response; question, answer |
  * | completion      | prompt, completion                                                          |
  * | text            | text                                                                        |
  * | classification  | text or sentence, and label                                                 |
@@ -19,27 +19,36 @@ import java.nio.charset.CharacterCodingException
  * | a task          | task, prompt_fields: {...}, label; or the task's columns flat               |
  */
 object RowReader {
+    /** True if a file of that name is read as a table and not as JSON lines. */
+    fun isTable(name: String): Boolean = Tables.has(name)
+
     /** Read a file; see the other [read]. */
-    fun read(file: File, task: String? = null, allowEmpty: Boolean = false): Rows {
+    fun read(file: File, task: String? = null, allowEmpty: Boolean = false): Rows = read(file.name, bytesOf(file), task, allowEmpty)
+
+    private fun bytesOf(file: File): ByteArray {
         val bytes = try {
             file.readBytes()
         } catch (error: IOException) {
-            throw dataError("cannot read ${file.name}", "a .jsonl file", error.message, "choose the file again")
+            throw dataError("cannot read ${file.name}", "a .jsonl or .csv file", error.message, "choose the file again")
         }
-        return read(file.name, bytes, task, allowEmpty)
+        return bytes
     }
 
     /**
-     * @param name of the file, for messages.
+     * @param name of the file, for messages; a table ends with .csv, .tsv or .tab.
      * @param bytes UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
      * @param task a task of P-RGE's Table 7 ([Tasks]); null takes it from the rows' own "task", if any.
      * @param allowEmpty give the problems alone where no row is usable, instead of raising.
      * @throws OndeviceException [ErrorKind.DATA]: empty, no JSON lines, or not one row is usable.
      */
-    fun read(name: String, bytes: ByteArray, task: String? = null, allowEmpty: Boolean = false): Rows {
-        var chosen = task?.let { Tasks.find(it) }
+    fun read(name: String, bytes: ByteArray, task: String? = null, allowEmpty: Boolean = false): Rows =
+        read(name, bytes, task?.let { Tasks.find(it) }, emptyMap(), allowEmpty)
+
+    /** The same for any [Task], and for [columns] of other names, {field: column}. */
+    internal fun read(name: String, bytes: ByteArray, task: Task?, columns: Map<String, String>, allowEmpty: Boolean): Rows {
+        var chosen = task
         val problems = ArrayList<RowProblem>()
-        val records = records(name, bytes, problems)
+        val records = renamed(records(name, bytes, problems), chosen, columns, name, problems)
         if (records.isEmpty() && allowEmpty) return Rows(name, chosen?.kind ?: Format.TEXT, emptyList(), problems, chosen?.name)
         val format: Format
         if (chosen != null) {
@@ -60,17 +69,41 @@ object RowReader {
         }
         problems.sortBy { it.line }
         if (items.isEmpty() && !allowEmpty) throw noRows(name, problems)
-        return Rows(name, format, items, problems, chosen?.name, duplicates(items), convert.unread)
+        return Rows(name, format, items, problems, chosen?.name, duplicates(items), convert.unread, chosen, convert.classes)
+    }
+
+    /** Records with the columns under the names that formats know. */
+    private fun renamed(
+        records: List<Pair<Int, Map<*, *>>>, task: Task?, columns: Map<String, String>, name: String, problems: MutableList<RowProblem>,
+    ): List<Pair<Int, Map<*, *>>> {
+        val first = records.firstOrNull()?.second ?: return records
+        if (columns.isEmpty()) {
+            if (task != null || "prompt_fields" in first.keys || formatOf(first.keys) != null) return records
+            val fields = Columns.withoutCase(first)
+            return records.map { (line, record) -> line to Columns.renamed(record, fields) }
+        }
+        return records.mapNotNull { (line, record) ->
+            try {
+                line to Columns.named(record, columns, task)
+            } catch (bad: BadRow) {
+                problems.add(RowProblem(name, line, bad.field, bad.reason))
+                null
+            }
+        }
     }
 
     private fun records(name: String, bytes: ByteArray, problems: MutableList<RowProblem>): List<Pair<Int, Map<*, *>>> {
         if (bytes.size >= 2 && (bytes[0].toInt() and 0xff) + (bytes[1].toInt() and 0xff) == 0x1fd && (bytes[0] == 0xff.toByte() || bytes[1] == 0xff.toByte())) {
             throw dataError("$name is UTF-16", "UTF-8", "UTF-16", "save it as UTF-8")
         }
+        if (bytes.size >= 4 && bytes[0] == 'P'.code.toByte() && bytes[1] == 'K'.code.toByte() && bytes[2] == 3.toByte()) {
+            throw dataError("$name is an Excel file or another zip", "text in UTF-8", "a zip", "save the sheet as CSV")
+        }
         val bom = bytes.size >= 3 && bytes[0] == 0xef.toByte() && bytes[1] == 0xbb.toByte() && bytes[2] == 0xbf.toByte()
         val start = if (bom) 3 else 0
         val first = (start until bytes.size).firstOrNull { !blank(bytes[it]) }
-            ?: throw dataError("$name is empty", "at least one row", "${bytes.size} bytes", "choose a file with one JSON object a line")
+            ?: throw dataError("$name is empty", "at least one row", "${bytes.size} bytes", "choose a file with one JSON object a line, or a table")
+        if (Tables.has(name)) return Tables(name, bytes.copyOfRange(start, bytes.size)).records(problems)
         if (bytes[first] == '['.code.toByte()) {
             throw dataError("$name is one JSON list", "one JSON object a line", "[", "write it as JSON lines: jq -c '.[]'")
         }
@@ -137,12 +170,13 @@ object RowReader {
         )
     }
 
-    private fun formatOf(keys: Set<*>): Format? = when {
+    internal fun formatOf(keys: Set<*>): Format? = when {
         "messages" in keys -> Format.CHAT
         "instruction" in keys && ("output" in keys || "response" in keys) -> Format.INSTRUCT
         "prompt" in keys && "response" in keys -> Format.INSTRUCT
         "prompt" in keys && "completion" in keys -> Format.COMPLETION
         "choices" in keys && "answer" in keys && ("question" in keys || "prompt" in keys) -> Format.MULTIPLE_CHOICE
+        "question" in keys && ("answer" in keys || "response" in keys) -> Format.INSTRUCT
         ("text" in keys || "sentence" in keys) && "label" in keys -> Format.CLASSIFICATION
         "text" in keys -> Format.TEXT
         else -> null

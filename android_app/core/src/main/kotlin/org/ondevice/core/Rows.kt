@@ -9,6 +9,7 @@ enum class Format(val formatName: String) {
     CLASSIFICATION("classification"),
     MULTIPLE_CHOICE("multiple_choice"),
     QA("qa"),
+    REGRESSION("regression"),
 }
 
 /** One row that was left out: [line] counts from 1; [field] is "" when the whole row is at fault. */
@@ -44,6 +45,8 @@ data class Row(
  *
  * @property duplicates lines that say the same as an earlier line, with that line; they are kept.
  * @property unread columns of the file and keys of turns that nothing reads, with how many rows or turns have them.
+ * @property chosen the task itself.
+ * @property labels {label key: label text} of classification rows, in the candidates' order.
  */
 class Rows(
     val file: String,
@@ -53,6 +56,8 @@ class Rows(
     val task: String? = null,
     val duplicates: List<Pair<Int, Int>> = emptyList(),
     val unread: Map<String, Int> = emptyMap(),
+    val chosen: Task? = null,
+    val labels: Map<String, String> = emptyMap(),
 )
 
 /** Why one row cannot be used; readers turn it into a [RowProblem]. */

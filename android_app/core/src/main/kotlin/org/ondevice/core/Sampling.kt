@@ -27,6 +27,9 @@ class Sampling(
         }
     }
 
+    /** The same, and [text] ends an answer. */
+    internal fun endingAt(text: String) = Sampling(maxTokens, temperature, topP, seed, stop + text)
+
     /** Index of the next token: the highest logit, or one drawn from the softmax of `logits / temperature`. */
     internal fun pick(logits: FloatArray, random: Random): Int {
         val best = logits.indices.maxByOrNull { if (logits[it].isNaN()) Float.NEGATIVE_INFINITY else logits[it] } ?: 0

@@ -26,11 +26,22 @@ class Task internal constructor(
     internal val labels: List<String> = listOf("label"),
     private val clean: (Map<String, String>) -> Map<String, String> = { it },
     private val pairs: ((Map<String, String>) -> List<Pair<String, String>>)? = null,
+    private val own: ((Task, Map<*, *>) -> Rendered)? = null,
+    /** A label for a text whose own is not known; empty if answers are free. */
+    internal val placeholder: String = choices.firstOrNull()?.labels?.first() ?: "",
+    /** The placeholder whose column holds the row's candidates as a list. */
+    internal val list: String? = null,
+    /** Columns that are read besides [columns] and [labels]. */
+    internal val reads: List<String> = emptyList(),
 ) {
+    /** True for a template of one's own. */
+    internal val isOwn get() = own != null
+
     internal fun render(fields: Map<*, *>): Rendered {
+        if (own != null) return own.invoke(this, fields)
         val values = clean(columns.mapValues { (_, keys) -> Texts.strip(Texts.check(column(fields, keys), keys[0])) })
         if (kind == Format.QA) {
-            val answers = answers(column(fields, labels), labels[0])
+            val answers = answersOf(column(fields, labels), labels[0])
             return Rendered(listOf(fill(values) to " ${answers[0]}\n"), answers = answers)
         }
         val made = pairs?.invoke(values) ?: fill(values).let { text -> choices.map { text to it.answer } }
@@ -52,21 +63,25 @@ class Task internal constructor(
         throw BadRow(labels[0], "expected a label of $name: $allowed; received ${describe(value)}")
     }
 
-    private fun column(fields: Map<*, *>, keys: List<String>): Any {
-        for (key in keys) {
-            var value: Any? = fields
-            for (part in if (fields.containsKey(key)) listOf(key) else key.split('.')) value = (value as? Map<*, *>)?.get(part)
-            if (value != null) return value
+    internal companion object {
+        /** The value of the first of [keys] that the record has; dots step into objects. */
+        fun column(fields: Map<*, *>, keys: List<String>): Any {
+            for (key in keys) {
+                var value: Any? = fields
+                for (part in if (fields.containsKey(key)) listOf(key) else key.split('.')) value = (value as? Map<*, *>)?.get(part)
+                if (value != null) return value
+            }
+            val others = if (keys.size > 1) "; expected one of the keys ${keys.joinToString(", ")}" else ""
+            throw BadRow(keys[0], "is missing$others")
         }
-        val others = if (keys.size > 1) "; expected one of the keys ${keys.joinToString(", ")}" else ""
-        throw BadRow(keys[0], "is missing$others")
-    }
 
-    private fun answers(value: Any?, field: String): List<String> {
-        val inner = if (value is Map<*, *>) value["text"] else value
-        val texts = (inner as? List<*> ?: listOf(inner)).map { if (it is Map<*, *>) it["text"] else it }
-        if (texts.isEmpty()) throw BadRow(field, "has no answer")
-        return texts.map { Texts.strip(Texts.check(it, field)) }.distinct()
+        /** Answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list, or a text. */
+        fun answersOf(value: Any?, field: String): List<String> {
+            val inner = if (value is Map<*, *>) value["text"] else value
+            val texts = (inner as? List<*> ?: listOf(inner)).map { if (it is Map<*, *>) it["text"] else it }
+            if (texts.isEmpty()) throw BadRow(field, "has no answer")
+            return texts.map { Texts.strip(Texts.check(it, field)) }.distinct()
+        }
     }
 }
 

@@ -38,16 +38,25 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer, priv
     /** True where a prompt can be put as a user's turn of the model's own chat template. */
     val canChat: Boolean get() = chat != null
 
-    /** The task's prompt for the texts of its columns, and its answers; null when the artifact is of no task with classes. */
-    fun ofTask(fields: Map<String, String>): Pair<String, List<String>>? {
-        val task = session.manifest.task?.let { Tasks.ALL[Tasks.plainName(it)] } ?: return null
-        if (task.kind != Format.CLASSIFICATION) return null
-        return try {
-            val rendered = task.render(fields + ("label" to task.choices[0].labels[0]))
-            rendered.pairs[0].first to task.choices.map { it.answer }
-        } catch (bad: BadRow) {
-            throw dataError("'${bad.field}' ${bad.reason}", hint = "fill in the field")
-        }
+    /**
+     * Choose among the task's candidates, with [other] (the base model unless given) and with [adapter]: shares are the
+     * softmax of the candidates' mean log likelihood a token, as `ondevice eval` ranks them.
+     *
+     * @param fields texts by the names of [TaskRecord.fields].
+     * @throws OndeviceException [ErrorKind.DATA] when a field is empty or a candidate does not fit the program.
+     */
+    fun classify(task: TaskRecord, fields: Map<String, String>, adapter: FloatArray, other: FloatArray = untrained): TrialResult {
+        val item = asked(task, fields)
+        val evaluator = Evaluator(listOf(item), tokenizer.padId)
+        val side = { flat: FloatArray -> TrialSide(ranked(item.answers, evaluator.run(session, flat)!!.predictions[0].scores), null) }
+        return TrialResult(side(other), side(adapter))
+    }
+
+    /** A text of [task] as the training has it: the prompt's tokens in front, and a candidate for each answer. */
+    internal fun asked(task: TaskRecord, fields: Map<String, String>): Item {
+        val longest = session.manifest.longestTokens
+        val limit = if (task.maxLengthTokens < 2) longest else minOf(longest, task.maxLengthTokens)
+        return Encoder(tokenizer, limit, chatTemplate = task.chatTemplate ?: tokenizer.chatTemplate).encode(task.rows(fields)).items[0]
     }
 
     /**
@@ -71,6 +80,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer, priv
      * @param asChat put the prompt as a user's turn; only where [canChat].
      * @param onText told of what is written so far after every token, on the calling thread.
      * @param sampling how tokens are drawn, and what ends the answer.
+     * @param task frames [fields] as it was trained, in place of [prompt], and its ends end the answer.
      * @param shouldStop asked before every token; what is written by then is the answer.
      */
     fun generate(
@@ -79,6 +89,8 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer, priv
         other: FloatArray = untrained,
         asChat: Boolean = false,
         sampling: Sampling = Sampling(),
+        task: TaskRecord? = null,
+        fields: Map<String, String> = emptyMap(),
         shouldStop: () -> Boolean = { false },
         onText: (TrialResult) -> Unit = {},
     ): TrialResult {
@@ -86,10 +98,12 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer, priv
             val methods = session.manifest.spec.methods.keys.joinToString(", ")
             throw artifactError("the program cannot write text", "a program exported with export.context_tokens", methods, "score answers instead")
         }
-        val ids = ids(prompt, asChat)
-        val ends = setOfNotNull(tokenizer.eosId, chatEnd.takeIf { asChat })
+        val ids = if (task == null || task.format == Format.TEXT) ids(prompt, asChat) else framed(task, fields)
+        val ends = setOfNotNull(tokenizer.eosId, chatEnd.takeIf { asChat }) + task?.ends.orEmpty().mapNotNull(::idOf)
+        // A trained answer to a question is its first line.
+        val drawn = if (task?.format == Format.QA) sampling.endingAt("\n") else sampling
         val writer = { flat: FloatArray, told: (TrialSide) -> Unit ->
-            TrialSide(emptyList(), write(ids, flat, sampling, ends, shouldStop) { told(TrialSide(emptyList(), it)) })
+            TrialSide(emptyList(), write(ids, flat, drawn, ends, shouldStop) { told(TrialSide(emptyList(), it)) })
         }
         val before = writer(other) { onText(TrialResult(it, null)) }
         return TrialResult(before, writer(adapter) { onText(TrialResult(before, it)) })
@@ -105,7 +119,15 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer, priv
     }
 
     /** The token that a chat puts behind an answer; null where that is not one token. */
-    private val chatEnd: Int? by lazy { tokenizer.encode(ChatTemplate.END, addSpecialTokens = false).singleOrNull() }
+    private val chatEnd: Int? by lazy { idOf(ChatTemplate.END) }
+
+    private fun idOf(token: String): Int? = tokenizer.encode(token, addSpecialTokens = false).singleOrNull()
+
+    private fun framed(task: TaskRecord, fields: Map<String, String>): IntArray {
+        val item = asked(task, fields)
+        if (item.promptTokens == 0) throw dataError("the prompt is empty", hint = "write something for the model to answer")
+        return item.example.ids.copyOf(item.promptTokens)
+    }
 
     private fun write(
         prompt: IntArray, flat: FloatArray, sampling: Sampling, ends: Set<Int>, shouldStop: () -> Boolean, onText: (String) -> Unit,

@@ -21,9 +21,9 @@ class TrialTest {
         val spec = exported.manifest.spec
         val untrained = exported.artifact.first(spec.adapter).floats()
         val trial = Trial(session, Runs.tokenizer)
-        val (prompt, answers) = trial.ofTask(mapOf("sentence" to "A warm film. "))!!
-        assertEquals("A warm film. It was" to listOf(" terrible", " great"), prompt to answers)
-        val result = trial.judge(prompt, answers, trained)
+        val task = TaskRecord.of(Tasks.find(exported.manifest.task!!))
+        assertEquals(listOf("terrible", "great"), task.answers)
+        val result = trial.classify(task, mapOf("sentence" to "A warm film. "), trained)
         val rows = RowReader.read("x", """{"task": "sst2", "prompt_fields": {"sentence": "A warm film."}, "label": 1}""".toByteArray())
         val items = Encoder(Runs.tokenizer, 64).encode(rows).items
         for ((side, flat) in listOf(result.before to untrained, result.after!! to trained)) {
