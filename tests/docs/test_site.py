@@ -77,6 +77,20 @@ def test_workflows_call_goals_that_exist(root: Path) -> None:
     assert set(publish["needs"]) == {"build", "tag"}
 
 
+def test_a_release_has_the_app_that_make_apk_builds_and_its_hash(root: Path) -> None:
+    jobs = yaml.safe_load((root / ".github/workflows/release.yml").read_text())["jobs"]
+    built = "\n".join(step.get("run", "") for step in jobs["apk"]["steps"])
+    assert "make apk\n" in built
+    apk = (root / "android_app" / "build_apk.py").read_text()
+    assert "ondevice-debug.apk" in apk
+    assert 'cp android_app/build/ondevice-debug.apk "apk/ondevice-$VERSION.apk"' in built
+    assert 'sha256sum "ondevice-$VERSION.apk" > "ondevice-$VERSION.apk.sha256"' in built
+    assert jobs["apk"]["steps"][-1]["with"] == {"name": "apk", "path": "apk"}
+    assert "apk" in jobs["tag"]["needs"]
+    (release,) = [step["run"] for step in jobs["tag"]["steps"] if "run" in step]
+    assert "dist/* apk/*" in release
+
+
 def test_each_action_of_a_workflow_is_pinned_by_its_commit(root: Path) -> None:
     uses = [
         line

@@ -37,7 +37,7 @@ class DataScreenTest : AppTest() {
         val table = File(fixtures, "tickets.csv").readBytes()
         pick(1, "tickets.csv", table)
         until("the refusal") { app.jobs.error(DataScreen.PLACE) != null }
-        untilSaid("cannot tell the format of tickets.csv", "Body, Team, Note")
+        untilSaid("Cannot tell the format of tickets.csv", "Body, Team, Note")
         importModel("tickets", File(fixtures, "tickets artifact"))
         pick(1, "tickets.csv", table)
         until("the preview") { ready() && "What is learned" in texts() }

@@ -113,7 +113,7 @@ internal class Tables(private val name: String, private val content: ByteArray) 
                 if (!result.isError) break
                 repeat(result.length()) { output.put((0xdc00 + (input.get().toInt() and 0xff)).toChar()) }
             }
-            output.flip()
+            (output as java.nio.Buffer).flip() // Android 8 has no flip of a CharBuffer that returns one
             return output.toString()
         }
     }
