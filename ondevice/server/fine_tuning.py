@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -34,11 +34,11 @@ class Hyperparameters(Documented):
 
     model_config = ConfigDict(extra="forbid")
 
-    n_epochs: Auto | float = Field(default="auto", gt=0, le=10_000)
+    n_epochs: Auto | Annotated[float, Field(gt=0, le=10_000)] = "auto"
     """Passes over the rows."""
-    batch_size: Auto | int = Field(default="auto", ge=1, le=65_536)
+    batch_size: Auto | Annotated[int, Field(ge=1, le=65_536)] = "auto"
     """Rows a step."""
-    learning_rate_multiplier: Auto | float = Field(default="auto", gt=0, le=1e6)
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e6)] = "auto"
     """Times the learning rate that the method has by default."""
 
 

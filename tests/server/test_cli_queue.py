@@ -106,6 +106,7 @@ def test_adapters_are_listed_downloaded_sent_used_and_deleted(
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "ondevice_task.json",
     }
     monkeypatch.chdir(tmp_path)
     assert (
