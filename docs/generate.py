@@ -40,10 +40,17 @@ def commands() -> str:
     from ondevice.cli.app import app
 
     verbs = _walk(typer.main.get_command(app), "ondevice")
+    keys = _flags_of_keys()
     lines = {name: [(_flag(p), p) for p in command.params] for name, command in verbs}
     uses = Counter(line for listed in lines.values() for line, _ in listed)
     shared = [line for line, n in uses.items() if n >= SHARED and line.startswith("- `-")]
-    parts = ["## Flags of several commands", "", "\n".join(shared), ""]
+    flags = {line: p.opts[0] for listed in lines.values() for line, p in listed}
+    explained = [f"`{flags[line]}` ({keys[flags[line]]})" for line in shared if flags[line] in keys]
+    rest = [line for line in shared if flags[line] not in keys]
+    about_keys = (
+        f"Flags of the run file's keys, explained [there](config.md): {', '.join(explained)}."
+    )
+    parts = ["## Flags of several commands", "", about_keys, "", "\n".join(rest), ""]
     for name, command in verbs:
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
         names = [(p.metavar or p.name.upper()).strip("[]") for p in arguments]
@@ -55,6 +62,25 @@ def commands() -> str:
         parts += ["\n".join(own), ""] if own else []
         parts += [f"Also: {', '.join(others)}.", ""] if others else []
     return "\n".join(parts)
+
+
+def _flags_of_keys() -> dict[str, str]:
+    """Each flag that sets a key of a run file, with the key."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.core.flags import Flag
+    from ondevice.core.registry import methods as specs
+
+    sections = [
+        (key, field.annotation) for key, field in RunConfig.model_fields.items() if key != "method"
+    ]
+    sections += [("method", spec.config) for spec in specs()]
+    return {
+        flag.name: f"`{section}.{name}`"
+        for section, config in sections
+        for name, field in config.model_fields.items()
+        for flag in field.metadata
+        if isinstance(flag, Flag) and flag.name
+    }
 
 
 def _flag(parameter: Any) -> str:
@@ -448,7 +474,7 @@ def main(arguments: list[str]) -> int:
     others = (
         *(
             "docs/methods/index.md",
-            "docs/howto/models.md",
+            "docs/results/models.md",
             "docs/results/conformance.md",
             "develop/artifact.md",
             "develop/fleet-protocol.md",

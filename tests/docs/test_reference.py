@@ -18,7 +18,7 @@ PAGES = (
         for name in ("api", "cli", "config", "errors", "events", "fleet")
     ),
     "docs/methods/index.md",
-    "docs/howto/models.md",
+    "docs/results/models.md",
     "docs/results/conformance.md",
     "develop/artifact.md",
     "develop/fleet-protocol.md",
