@@ -478,6 +478,7 @@ def main(arguments: list[str]) -> int:
             "docs/results/conformance.md",
             "develop/artifact.md",
             "develop/fleet-protocol.md",
+            "develop/events.md",
         ),
         "README.md",
     )

@@ -13,14 +13,12 @@ from types import ModuleType
 import pytest
 
 PAGES = (
-    *(
-        f"docs/reference/{name}.md"
-        for name in ("api", "cli", "config", "errors", "events", "fleet")
-    ),
+    *(f"docs/reference/{name}.md" for name in ("api", "cli", "config", "errors", "fleet")),
     "docs/methods/index.md",
     "docs/results/models.md",
     "docs/results/conformance.md",
     "develop/artifact.md",
+    "develop/events.md",
     "develop/fleet-protocol.md",
     "README.md",
 )
