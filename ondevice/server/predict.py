@@ -109,7 +109,8 @@ def predict(
     loaded = hold(model, artifact, longest + (max_new_tokens or 0), job, precise=True)
     applied: Any = nullcontext()
     if adapter is not None:
-        check_base(record, loaded.source, name)
+        base: Any = loaded.source  # its digest is a cached property
+        check_base(record, base, name)
         applied = adapted(loaded, load_adapter(Path(adapter)))
     with applied:
         predictor = _predictor(loaded, record, max_new_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import shutil
@@ -18,7 +20,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 from ondevice.server.app import CSP, PAGE
 from ondevice.server.security import create_token
 from ondevice.server.store import Store
-from tests.server.running import DaemonProcess
+from tests.server.running import DaemonProcess, rows
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).with_name("browser")
@@ -176,6 +178,22 @@ def test_a_conversation_with_both_models(daemon: DaemonProcess, tmp_path: Path) 
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+@needs_browser
+def test_a_finished_job_answers_pasted_texts_and_a_file(served: Any, tmp_path: Path) -> None:
+    """The downloaded answers have the texts as they were pasted, and the labels of POST /v1/predict."""
+    texts = ['schön "1", 漢字', "schlecht 2"]
+    job = served.job["id"]
+    environment = {"SHOT": os.environ.get("ONDEVICE_SCREENSHOT", "")}
+    file = rows(tmp_path / "rows.jsonl")
+    played = play("use", ONDEVICE_URL=served.daemon.address, JOB=job, ROWS=str(file), **environment)
+    read = list(csv.DictReader(io.StringIO(played["csv"].removeprefix("\ufeff"))))
+    answers = served.client.predict(job, texts)["data"]
+    assert [row["row"] for row in read] == texts
+    assert [row["prediction"] for row in read] == [row["prediction"] for row in answers]
+    for row, answer in zip(read, answers, strict=True):
+        assert float(row["probability"]) == pytest.approx(answer["probability"], abs=1e-6)
 
 
 @needs_browser

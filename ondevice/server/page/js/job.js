@@ -9,6 +9,7 @@ import { bytes, flatten, jobName, moment, setting } from "./format.js";
 import { Charts, figuresTable } from "./live.js";
 import { logPanel, queuePanel } from "./panels.js";
 import { Tiles } from "./tiles.js";
+import { usePanel } from "./use.js";
 
 const MACHINE_S = 2;
 const DRAW_MS = 250;
@@ -63,6 +64,18 @@ export async function jobView(main, { id, signal }) {
     setText(reason, job.state === "done" ? "" : job.reason);
     failure.replaceChildren(...(job.error && job.state === "failed" ? [problemBox(job.error)] : []));
     made.replaceChildren(...adapterLinks(job));
+    showUse();
+  };
+  const use = h("div");
+  let used = null;
+  /** The form stays as it was filled in while the job's figures change. */
+  const showUse = () => {
+    const adapter = job.adapters.includes(job.id) ? job.id : job.adapters[0];
+    if (!adapter || used === adapter) return;
+    used = adapter;
+    usePanel(adapter, signal)
+      .then((panel) => use.replaceChildren(panel))
+      .catch((error) => place.show(error));
   };
 
   let due = null;
@@ -104,6 +117,7 @@ export async function jobView(main, { id, signal }) {
     progress.element,
     tiles.element,
     made,
+    use,
     warnings,
     charts.element,
     figures,
