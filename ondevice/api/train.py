@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +182,14 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         messages = placement.precision(config.model.dtype)
     notes: tuple[str, ...] = ()
     if config.data.max_length_tokens is None:
-        config, notes = _with_length(config, train_rows, loaded, decided)
+        dims = loaded and loaded.dims
+        config, notes = _with_length(
+            config,
+            (train_rows, held_out),
+            loaded,
+            decided,
+            lambda measured: plan_run(measured, placement, dims).fits,
+        )
     if config.chosen:
         messages = [config.chosen, *messages]
     placed = with_placement(config, recorded) if recorded else None
@@ -269,22 +276,33 @@ def _with_precision(
 
 def _with_length(
     config: RunConfig,
-    rows: PythonRows | None,
+    given: tuple[PythonRows | None, PythonRows | None],
     loaded: LoadedModel | None,
     decided: dict[str, Any],
+    fits: Callable[[RunConfig], bool],
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run file with the maximum length that its rows need, and notes; the length is added to `decided`."""
+    """Return the run file with the maximum length that its rows need, and notes; the length is added to `decided`.
+
+    Args:
+        given: rows that Python holds, to train on and to evaluate on.
+    """
+    rows, held_out = given
     when = date_of(decided)
     notes: tuple[str, ...] = ()
+    read_held_out = None
+    if held_out is not None and not held_out.tokenized:
+        read_held_out = as_rows(held_out, config.data.task, config.data.columns)
     if rows is None:
-        config, notes = with_length(config, loaded=loaded, when=when)
+        config, notes = with_length(
+            config, loaded=loaded, when=when, held_out=read_held_out, fits=fits
+        )
     elif rows.tokenized:
         longest = tokens(rows, None).max_length_tokens
         data = config.data.model_copy(update={"max_length_tokens": longest})
         config = config.model_copy(update={"data": data})
     else:
         read = as_rows(rows, config.data.task, config.data.columns)
-        config, notes = with_length(config, read, loaded, when)
+        config, notes = with_length(config, read, loaded, when, read_held_out, fits)
     decided[LENGTH] = config.data.max_length_tokens
     return config, notes
 

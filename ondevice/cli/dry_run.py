@@ -21,7 +21,9 @@ from ondevice.training.length import with_length
 
 def dry_run_model(config: RunConfig, placement: Placement, json: bool) -> None:
     """Check a run of `ondevice train`, and print its plan."""
-    config, notes = with_length(config, _read_rows(config))
+    config, notes = with_length(
+        config, _read_rows(config), fits=lambda measured: plan_run(measured, placement).fits
+    )
     if config.data.strict_columns:
         tokenizer = load_tokenizer(config.model.source, config.model.revision)
         length = config.data.max_length_tokens

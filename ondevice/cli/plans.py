@@ -62,7 +62,10 @@ def plan(
         from ondevice.training.length import with_length
 
         run_config.check_data()
-        run_config, notes = with_length(run_config)
+        fits = None
+        if device == "this":
+            fits = lambda run: estimate.plan_run(run, devices.place(run)).fits  # noqa: E731
+        run_config, notes = with_length(run_config, fits=fits)
         for note in notes:
             err.print(note, markup=False)
     length_tokens = run_config.data.max_length_tokens or estimate.PLAN_LENGTH_TOKENS

@@ -231,9 +231,10 @@ class DataConfig(StrictConfig):
     Question}. Dots step into objects."""
 
     max_length_tokens: Annotated[int | None, Flag("--max-length")] = Field(default=None, ge=8)
-    """Most tokens per row; by default the length that holds 99% of the rows. Longer prompts lose
-    tokens at their front, conversations lose complete turns, and answers lose nothing. The log
-    names a length that was chosen."""
+    """Most tokens per row; by default as many as the longest row has. The default is at most twice
+    what 99% of the rows need, and less if memory does not suffice. Longer prompts lose tokens at
+    their front, conversations lose complete turns, and answers lose nothing. The log names a length
+    that was chosen, and how many rows are longer."""
 
     packing: Annotated[bool, Flag("--packing")] = False
     """Pack several rows into one sequence, with separate attention: less padding. The gradient is

@@ -334,7 +334,8 @@ def _facts(view: Preview) -> RenderableType:
         facts["truncated"] = f"{view.truncated} of {view.sequences} {cut} to {length} tokens"
     if view.too_long:
         facts["too long"] = f"rows left out because they do not fit: {view.too_long}"
-    if view.suggested_max_length_tokens not in (None, length):
+    # Only of help if rows are cut: a run's own length holds the longest row.
+    if length < (view.suggested_max_length_tokens or 0):
         suggested = f"max_length_tokens={view.suggested_max_length_tokens}"
         facts["suggested"] = f"{suggested} holds 99% of the rows"
     unread = ", ".join(f"{name} ({number:,})" for name, number in view.unread.items())

@@ -54,7 +54,7 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
     """Plan a job: memory by part and time per step, within its memory limit if it has one."""
     run = RunConfig.parse(config, "job")
     if artifact is None:
-        run, _ = with_length(run)
+        run, _ = with_length(run, fits=lambda measured: plan_run(measured, place(measured)).fits)
         planned = plan_run(run, place(run))
     else:
         folder = Path(artifact)

@@ -12,10 +12,12 @@ from ondevice.data.stream import first_rows
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import datetime
 
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
+    from ondevice.data import Length
     from ondevice.data.reading import Reading
     from ondevice.data.rows import Rows
     from ondevice.models import LoadedModel
@@ -34,6 +36,8 @@ def with_length(
     rows: Rows | Reading | None = None,
     loaded: LoadedModel | None = None,
     when: datetime | None = None,
+    held_out: Rows | Reading | None = None,
+    fits: Callable[[RunConfig], bool] | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run file with a maximum length, and a note about it: none if it has one already.
 
@@ -41,6 +45,8 @@ def with_length(
         rows: of `data.path`, if they have been read.
         loaded: the model, if it is loaded.
         when: the date that the chat template sees; None for the present.
+        held_out: of `data.eval_path`, if they have been read.
+        fits: whether a run of a length fits into memory; without it the longest row decides.
 
     Raises:
         DataError: no row can be used.
@@ -56,7 +62,17 @@ def with_length(
         rows = _rows_of(data)
     ensure_usable(rows)
     refuse_preferences(about(rows))
+    if held_out is None and data.eval_path is not None:
+        held_out = open_reading(data.eval_path, task=data.task, columns=data.columns)
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
-    length = length_of(rows, dated(tokenizer, when), most_tokens=most)
-    settings = data.model_copy(update={"max_length_tokens": length.tokens})
-    return config.model_copy(update={"data": settings}), (length.note,)
+    length = length_of(rows, dated(tokenizer, when), most_tokens=most, held_out=held_out)
+    chosen = _of_length(config, length)
+    if length.shorter is not None and fits is not None and not fits(chosen):
+        length = length.shorter
+        chosen = _of_length(config, length)
+    return chosen, (length.note,)
+
+
+def _of_length(config: RunConfig, length: Length) -> RunConfig:
+    settings = config.data.model_copy(update={"max_length_tokens": length.tokens})
+    return config.model_copy(update={"data": settings})

@@ -115,7 +115,7 @@ def test_the_length_is_the_rows_own(write: Write, tokenizer: Any) -> None:
         tokenizer,
     )
     assert (view.max_length_tokens, view.too_long, view.truncated) == (48, 0, 0)
-    assert "max length 48 tokens: holds 99% of the rows, the longest has 42" in drawn(view)
+    assert "max length 48 tokens: the longest row has 42" in drawn(view)
 
 
 def test_both_answers_of_a_preference_are_shown(write: Write, tokenizer: Any) -> None:
