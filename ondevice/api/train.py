@@ -185,7 +185,7 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         dims = loaded and loaded.dims
         config, notes = _with_length(
             config,
-            (train_rows, held_out),
+            (train_rows, options.eval_rows),
             loaded,
             decided,
             lambda measured: plan_run(measured, placement, dims).fits,
