@@ -39,6 +39,13 @@ _SIGNALS = tuple(
 )
 
 
+FIRST_SHARE = 0.2
+"""The first checkpoint of a run by time comes after this share of `checkpoint_minutes`."""
+
+SAVING_SHARE = 0.05
+"""Most of a run's time that checkpoints by time take."""
+
+
 class StopRequest:
     """A request to stop the run, by a signal or by `request`; True once there is one. A context manager.
 
@@ -147,6 +154,7 @@ class Run:
         evaluate_fn: evaluates the held-out rows; None if there are none.
         score: of the session's weights as they are, on the rows of a step, instead of the loss.
         stop: lets another thread stop the run.
+        clock: seconds, for checkpoints by time.
     """
 
     session: Session
@@ -157,6 +165,7 @@ class Run:
     evaluate_fn: EvaluateFn | None = None
     score: Callable[[int], float] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.start = replace(self.start, backend=self.session.backend, steps=self.settings.steps)
@@ -170,6 +179,8 @@ class Run:
         self.done = 0
         self.saved: Path | None = None
         self.saving: tuple[threading.Thread, Saving] | None = None
+        self.saved_at_s = 0.0  # when the last checkpoint began, by `clock`
+        self.save_time_s = 0.0  # how long it took
         self.evaluation: EvalResult | None = None
         self.best_evaluation: EvalResult | None = None
         self.evaluated: set[int] = set()
@@ -239,6 +250,7 @@ class Run:
     def _steps(self, batches: BatchSource) -> RunResult:
         """Run the steps that are left, and return the result of the whole run."""
         steps = self.settings.steps
+        self.saved_at_s = self.clock()
         if self.done and self._due():  # a stop skipped the evaluation that was due
             self._evaluate_and_save(save=False)
         for step in range(self.done, steps):
@@ -247,8 +259,8 @@ class Run:
             self._prepare(step, batches)
             self._step(step, batches.at(step), self.rate_at(step))
             self._collect_save(wait=False)
-            last = self.done == steps
-            self._evaluate_and_save(save=last or self.done % self.settings.checkpoint_every == 0)
+            by_steps = self.done == steps or self.done % self.settings.checkpoint_every == 0
+            self._evaluate_and_save(save=by_steps or self._save_is_due())
         self._collect_save()
         early = self.done < steps and self._hopeless()
         if self.stop:
@@ -373,6 +385,16 @@ class Run:
         hint = "a lower learning rate; for a zeroth-order method also a smaller perturbation scale"
         return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
+    def _save_is_due(self) -> bool:
+        """Return True if the last checkpoint, or the beginning, is too long ago."""
+        if not self.settings.checkpoint_minutes or self.saving is not None:
+            return False
+        interval = self.settings.checkpoint_minutes * 60
+        if self.saved is None:
+            interval *= FIRST_SHARE
+        interval = max(interval, self.save_time_s / SAVING_SHARE)
+        return self.clock() - self.saved_at_s >= interval
+
     def _due(self) -> bool:
         """Return True if an evaluation is due after the last step and was not done before a resume."""
         if self.evaluate_fn is None or self.done in self.evaluated:
@@ -407,6 +429,7 @@ class Run:
     def _save(self, evaluation: EvalResult | None) -> None:
         """Save a checkpoint: in a thread during the next steps if the session holds its state, otherwise at once."""
         self._collect_save()  # one at a time: two would compete for the disk, and for the arrays that are held
+        self.saved_at_s = self.clock()
         self.log.sync()  # first the log: a checkpoint must not be of a step that the log has lost
         state = self.session.state()
         saving = Saving(self.done, time.perf_counter())
@@ -451,12 +474,13 @@ class Run:
         if saving.error is not None:
             raise saving.error
         self.saved = saving.path
+        self.save_time_s = saving.end_s - saving.began_s
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         event = events.Checkpoint(
             step=saving.step,
             path=saving.path.name,
             size_bytes=size,
-            seconds_s=saving.end_s - saving.began_s,
+            seconds_s=self.save_time_s,
         )
         self.log.write(event)
         if self.callbacks is not None:

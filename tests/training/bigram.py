@@ -151,7 +151,9 @@ def train(out: Path, steps: int, session: BigramSession | None = None, **options
     def taken(*names: str) -> dict:
         return {name: options.pop(name) for name in names if name in options}
 
-    loop = taken("checkpoint_every", "eval_every", "patience", "accept_changes")
+    loop = taken(
+        "checkpoint_every", "checkpoint_minutes", "eval_every", "patience", "accept_changes"
+    )
     settings = TrainConfig(steps=steps, out=out, **loop)
     given = Options(**taken("resume", "overwrite", "sinks", "callbacks"))
     return Run(session, settings, start, rate_at, given, **options).train(batches)
