@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
@@ -12,15 +12,26 @@ from ondevice.exporters.executorch.blocks_model import BlocksModel, can_generate
 from ondevice.exporters.executorch.packed import ANSWERS, PackedModel, has_answers
 from ondevice.generation.generator import Generator, TokenModel, generator_of
 from ondevice.generation.prompt import end_tokens
+from ondevice.generation.torch_model import TorchModel
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.devices import resolve_device
+from ondevice.training.trained import adapter_folder, check_base, find_trained, task_of_adapter
+
+if TYPE_CHECKING:
+    from ondevice.data.tasks.trained import TrainedTask
 
 
 def open_chat(
-    source: str, adapter: Path | None = None, *, revision: str | None = None, dtype: str = "float32"
+    source: str,
+    adapter: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
 ) -> Generator:
     """Open a model, or an artifact that was exported with `export.context_tokens`.
+
+    A run's folder or an adapter opens its base model with the adapter.
 
     Args:
         adapter: a folder; None generates without one.
@@ -31,6 +42,12 @@ def open_chat(
         ModelError: the model cannot be read.
     """
     folder = Path(source)
+    if folder.is_dir() and not has_answers(folder):
+        trained = find_trained(source)
+        adapter = adapter or trained.adapter
+        source = trained.model
+        revision = revision or trained.revision
+        folder = Path(source)
     if (folder / MANIFEST_NAME).is_file() or has_answers(folder):
         generator = generator_of_artifact(folder)
     else:
@@ -38,12 +55,32 @@ def open_chat(
         if loaded.dims.classes:
             raise ModelError(
                 f"{source} classifies, and generates no text",
-                hint="`ondevice eval` measures its accuracy",
+                hint="`ondevice predict` predicts labels, `ondevice eval` measures its accuracy",
             )
         generator = generator_of(loaded)
     if adapter is not None:
-        generator.use(adapter)
+        use_adapter(generator, adapter)
     return generator
+
+
+def use_adapter(generator: Generator, adapter: str | Path | None) -> TrainedTask | None:
+    """Generate with an adapter, or that of a run, or without one; return the adapter's task.
+
+    Raises:
+        ArtifactError: the adapter does not fit, or was trained on another model.
+    """
+    if adapter is None:
+        generator.use(None)
+        return None
+    folder = adapter_folder(adapter)
+    task = task_of_adapter(folder)
+    if isinstance(generator.model, TorchModel):
+        check_base(task, generator.model.loaded.source, folder)
+    elif (Path(generator.source) / MANIFEST_NAME).is_file():
+        model = read_manifest(Path(generator.source), check_files=False).model
+        check_base(task, model, folder)
+    generator.use(folder)
+    return task
 
 
 def generator_of_artifact(folder: Path) -> Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.api.open import open_artifact
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.files import atomic_write
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.capabilities import OpensNetwork
 from ondevice.core.config import path_of
@@ -21,6 +23,8 @@ from ondevice.core.untrusted import read_json
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.examples import refuse_preferences
 from ondevice.data.readers.files import read_records
+from ondevice.data.tasks.scoring import softmax
+from ondevice.data.tasks.trained import label_texts
 from ondevice.generation.generator import continue_ids
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
@@ -35,6 +39,7 @@ from ondevice.training.trained import adapter_folder, check_base, find_trained, 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
     from ondevice.core.method import MethodSpec
+    from ondevice.data.rows import Rows
     from ondevice.data.tasks.trained import TrainedTask
     from ondevice.models import LoadedModel
 
@@ -55,12 +60,14 @@ def evaluate(
     dtype: str = "float32",
     device: str = "auto",
     strict_columns: bool = False,
+    predictions: Path | None = None,
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter.
 
     An adapter or a model that records its task is evaluated with it: `task` replaces it, and `columns` only renames.
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make. Rows are not
-    cut unless `max_length_tokens` or the training's record says so, or the model takes no more.
+    cut unless `max_length_tokens` or the training's record says so, or the model takes no more. `predictions` is a file
+    to write, a JSON line for each row.
     """
     data = path_of(data, "the data")
     opened = open_source(source, adapter, dtype, device, revision)
@@ -102,7 +109,27 @@ def evaluate(
     )
     if result is None:
         raise DataError("the evaluation was stopped")
+    if predictions is not None:
+        _write_predictions(predictions, result, read)
     return result
+
+
+def _write_predictions(path: Path, result: EvalResult, rows: Rows) -> None:
+    """Write a JSON line for each evaluated row: its label and the model's, or the generated text."""
+    texts = {row.line: label_texts(row) for row in rows.items}
+    lines = []
+    for row in result.predictions:
+        values: dict[str, Any] = {"line": row.line, "loss": row.loss}
+        if row.gold is not None and row.predicted is not None:
+            labels = texts[row.line]
+            shares = softmax(row.scores)
+            values |= {"label": labels[row.gold], "prediction": labels[row.predicted]}
+            values["probability"] = shares[row.predicted]
+            values["probabilities"] = dict(zip(labels, shares, strict=True))
+        elif row.text is not None:
+            values |= {"prediction": row.text, "f1": row.f1, "exact_match": row.exact_match}
+        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+    atomic_write(path, "".join(lines))
 
 
 @dataclass(frozen=True)
@@ -205,6 +232,8 @@ def replay(
         warn: called with each reason why the bits may differ from the run's.
     """
     run = read_run(Path(log))
+    if adapter is not None:
+        adapter = adapter_folder(adapter)
     _check_start(run.header.identity.get("adapter"), adapter)
     if "artifact" in run.header.identity:
         if artifact is None:

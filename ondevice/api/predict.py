@@ -18,12 +18,13 @@ from ondevice.api.chat import generator_of_artifact
 from ondevice.api.evaluate import Opened, open_source
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
+from ondevice.core.untrusted import parse_row
 from ondevice.data import encode, length_of, pad_id_of
 from ondevice.data.examples import Dataset, Item
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, take_rows
 from ondevice.data.readers.source import Record, Source
-from ondevice.data.tasks.scoring import expected_value, first_line
+from ondevice.data.tasks.scoring import expected_value, first_line, softmax
 from ondevice.data.tasks.trained import TrainedTask, label_texts, named_task_only
 from ondevice.generation.generator import Generator, generator_of
 from ondevice.training.evaluate import evaluate_dataset
@@ -196,6 +197,34 @@ class Predictor:
         texts = {row.line: label_texts(row) for row in rows.items}
         return Asked(dataset, items, texts, reasons, len(numbered))
 
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """Return the prompt of a row that is only one text, as tokens.
+
+        Raises:
+            DataError: the row cannot be encoded, or the task asks for several texts.
+        """
+        asked = self.asked([self.record(text)])
+        item = asked.items.get(1)
+        if item is None:
+            raise DataError(f"the text cannot be a prompt: {asked.reasons.get(1)}")
+        return item.example.ids[: item.prompt_tokens]
+
+    def record(self, text: str) -> Record:
+        """Return a text, or a row that is written as JSON, as a record."""
+        if text.lstrip().startswith("{"):
+            try:
+                return Record(1, parse_row(text))
+            except ValueError:
+                pass
+        return Record(1, self.task.record_of(text))
+
+    def one(self, text: str) -> PredictedRow:
+        """Predict a row that is only one text; errors are those of `prompt`."""
+        (row,) = self.predict(self.asked([self.record(text)]))
+        if row.reason is not None:
+            raise DataError(f"the text cannot be predicted: {row.reason}")
+        return row
+
     def predict(self, asked: Asked, start: int = 0) -> Iterator[PredictedRow]:
         """Yield the predictions of the rows after the first `start`."""
         for begin in range(start, asked.count, ROWS_AT_ONCE):
@@ -274,13 +303,6 @@ class Asked:
     count: int
 
 
-def softmax(scores: Sequence[float]) -> list[float]:
-    """Return the shares of mean log likelihoods; those that are not finite have none."""
-    values = np.array(scores, dtype=np.float64)
-    values = np.exp(values - values.max())
-    return [float(value) for value in values / values.sum()]
-
-
 def predict(
     source: str | Path,
     rows: Any,
@@ -312,12 +334,17 @@ def predict(
             trained on another base model.
         DataError: there are no rows, or none has the columns of the task.
     """
-    records, name = read_input(rows)
     started = time.perf_counter()
+    records, name = read_input(rows)
     predictor = open_predictor(
         source, model=model, adapter=adapter, task=task, columns=columns,
         max_new_tokens=max_new_tokens, dtype=dtype, device=device,
     )  # fmt: skip
+    if not isinstance(rows, (str, Path)):
+        records = [
+            predictor.record(row) if isinstance(row, str) else record
+            for row, record in zip(rows, records, strict=True)
+        ]
     asked = predictor.asked(records, name)
     done: list[PredictedRow] = []
     for row in predictor.predict(asked):

@@ -14,7 +14,7 @@ from ondevice.api.inputs import Rows, read_inputs
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
-from ondevice.core.config import StrictConfig, path_of
+from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods, target
 from ondevice.data.reading import as_rows
@@ -44,6 +44,7 @@ from ondevice.training.identity import (
 from ondevice.training.length import with_length
 from ondevice.training.notebook import NotebookSink, in_notebook
 from ondevice.training.progress import ProgressSink
+from ondevice.training.trained import adapter_folder
 
 if TYPE_CHECKING:
     from ondevice.api.inputs import Model, Run
@@ -101,7 +102,7 @@ def train(
         resume: go on from the newest checkpoint in `out`.
         overwrite: replace the run that is there.
         force: run even if the plan says that it does not fit.
-        adapter: start from this adapter.
+        adapter: start from this adapter, or from that of a run.
         sinks: called with every event.
         callbacks: called as the run goes, and may stop it. One that raises ends the run like Ctrl-C, with its
             checkpoint and adapter, and its error is raised here.
@@ -327,7 +328,7 @@ def _checked(
                 "a sink is of the wrong type", expected="a function of an event", received=received
             )
     return (
-        None if adapter is None else path_of(adapter, "the adapter"),
+        None if adapter is None else adapter_folder(adapter),
         lists["sinks"],
         lists["callbacks"],
     )

@@ -14,7 +14,7 @@ from ondevice.cli.common import err, one_of, print_json
 from ondevice.core.errors import ConfigError, OndeviceError
 
 if TYPE_CHECKING:
-    from ondevice.generation.generator import Generator
+    from ondevice.api.trained_chat import TrainedChat
 
 HELP = (
     "Ctrl-D quits. Ctrl-C stops a reply. /new starts over. "
@@ -35,8 +35,13 @@ def chat(
         str | None, typer.Option("--system", help="System message, before the conversation.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Most tokens per reply.")
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            min=1,
+            help="Most tokens per reply (default: 128, or what the training's answers need).",
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.0,
@@ -49,8 +54,10 @@ def chat(
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Chat with a model or an artifact, with or without an adapter."""
-    from ondevice.api.chat import open_chat
+    """Chat with a model, an artifact or what a run trained, with or without an adapter.
+
+    What you type is framed as the training did: an adapter for labels answers with the label."""
+    from ondevice.api.trained_chat import TrainedChat
     from ondevice.models.load import check_model
 
     source = one_of(first, model, "model")
@@ -61,8 +68,8 @@ def chat(
     options = {}
     if dtype is not None:
         options = {"dtype": dtype}
-    generator = open_chat(source, adapter, revision=revision, **options)
-    if system is not None and not generator.has_template:
+    trained = TrainedChat(source, adapter, revision=revision, **options)
+    if system is not None and not trained.has_template:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
     sampling = {
         "max_new_tokens": max_new_tokens,
@@ -71,21 +78,31 @@ def chat(
         "seed": seed,
         "stop": stop or [],
     }
-    conversation = _Conversation(generator, system, sampling)
+    conversation = _Conversation(trained, system, sampling)
     if prompt is None:
         _converse(conversation)
     elif json:
         values = {"prompt": prompt, "answer": "".join(conversation.ask(prompt))}
-        print_json(values | {"finish": generator.ending.finish, "tokens": generator.ending.tokens})
+        print_json(values | _ending(trained))
     else:
         _print_pieces(conversation.ask(prompt))
+
+
+def _ending(trained: TrainedChat) -> dict[str, Any]:
+    """Return how a reply ended, or the probabilities of a label."""
+    if trained.picked is not None:
+        label = {"answer": trained.picked.prediction, "probability": trained.picked.probability}
+        return label | {"probabilities": dict(trained.picked.probabilities)}
+    assert trained.generator is not None  # noqa: S101  only labels do without
+    ending = trained.generator.ending
+    return {"finish": ending.finish, "tokens": ending.tokens}
 
 
 class _Conversation:
     """A conversation. Without a chat template the model sees only the last line, to continue it."""
 
-    def __init__(self, generator: Generator, system: str | None, sampling: dict[str, Any]) -> None:
-        self.generator = generator
+    def __init__(self, trained: TrainedChat, system: str | None, sampling: dict[str, Any]) -> None:
+        self.trained = trained
         self.sampling = sampling
         self.first = []
         if system is not None:
@@ -97,10 +114,8 @@ class _Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
         try:
-            prompt = text
-            if self.generator.has_template:
-                prompt = messages
-            for piece in self.generator.stream(prompt, **self.sampling):
+            most = self.sampling["max_new_tokens"] or self.trained.new_tokens
+            for piece in self.trained.stream(messages, **self.sampling | {"max_new_tokens": most}):
                 reply += piece
                 yield piece
         finally:
@@ -111,7 +126,7 @@ class _Conversation:
         """Run a line that begins with /, and return the message for the user."""
         name, _, rest = line[1:].partition(" ")
         if name == "adapter":
-            self.generator.use(Path(rest.strip()).expanduser() if rest.strip() else None)
+            self.trained.use(Path(rest.strip()).expanduser() if rest.strip() else None)
         elif name != "new":
             return HELP
         self.messages = list(self.first)

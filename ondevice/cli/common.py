@@ -35,7 +35,8 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, but load and write nothing.")
 ]
 AdapterPath = Annotated[
-    Path | None, typer.Option("--adapter", "-a", help="Folder of a PEFT adapter.")
+    Path | None,
+    typer.Option("--adapter", "-a", help="Folder of an adapter (PEFT or mlx-lm) or of a run."),
 ]
 OwnRows = typer.Option("--data", "-d", help="This device's rows, which never leave it.")
 Insecure = Annotated[

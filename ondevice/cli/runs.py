@@ -178,13 +178,17 @@ def evaluate(
             "--out", "-o", help="Folder for a benchmark's answers (default: runs/eval-TASK)."
         ),
     ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option("--predictions", help="Write a JSON line with each row's prediction."),
+    ] = None,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Compute loss and accuracy, or a benchmark, of a model or artifact.
+    """Compute loss and accuracy, or a benchmark, of a model, an artifact or what a run trained.
 
-    Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter."""
+    Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter, as it was trained."""
     from ondevice.cli import evaluation
 
     source = one_of(first, model, "model")
@@ -204,6 +208,12 @@ def evaluate(
     if dtype is not None:
         chosen["dtype"] = dtype
     if benchmark is not None:
+        if predictions is not None:
+            raise ConfigError(
+                "--predictions is not for a benchmark",
+                expected="--out, where a benchmark writes its answers",
+                received=f"--predictions {predictions}",
+            )
         if columns:
             raise ConfigError(
                 "--column is not for a benchmark",
@@ -226,7 +236,7 @@ def evaluate(
             expected=f"--task {' or '.join(evaluation.BENCHMARKS)}",
             received=task,
         )
-    chosen |= {"task": task, "strict_columns": strict_columns}
+    chosen |= {"task": task, "strict_columns": strict_columns, "predictions": predictions}
     evaluation.evaluate_rows(source, Path(data), json, columns=flags.columns_of(columns), **chosen)
 
 

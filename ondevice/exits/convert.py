@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.adapter import CONFIG_NAME, load_adapter
+from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, StorageError
@@ -18,7 +18,8 @@ from ondevice.exits.base import Form, Request, form_names, form_of
 from ondevice.exits.task import write_texts
 from ondevice.models import read_dims
 from ondevice.models.registry import family_for
-from ondevice.training.fit import ADAPTER, BEST_ADAPTER
+from ondevice.models.sources.resolve import TINY_PREFIX, resolve
+from ondevice.training.trained import adapter_folder, check_base, task_of_adapter
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -99,7 +100,7 @@ def convert(
     form = form_of(to)
     target = Path(out)
     dtype = _dtype(form, dtype)
-    folder = find_adapter(Path(source))
+    folder = adapter_folder(source)
     adapter = load_adapter(folder)
     _check_adapter(form, adapter, folder)
     asked, revision = _base(model, revision)
@@ -111,6 +112,7 @@ def convert(
             )
     if asked is not None:
         check_model(adapter, asked, revision)
+        _check_base(folder, asked, revision)
     _check_free(form, target, (folder, Path(asked or folder)), overwrite)
     task = read_trained_task(folder)
     request = Request(adapter, folder, asked, revision, dtype, target, task)
@@ -138,33 +140,12 @@ def convert(
     )
 
 
-def find_adapter(source: Path) -> Path:
-    """Return the adapter's folder of an adapter, a run or an artifact.
-
-    Raises:
-        ArtifactError: there is none.
-    """
-    if (source / CONFIG_NAME).is_file():
-        return source
-    inside = source / ADAPTER
-    if (inside / CONFIG_NAME).is_file():
-        if (source / BEST_ADAPTER).is_dir():
-            _log.warning(
-                "%s is the last adapter; an earlier evaluation was better: %s",
-                inside,
-                source / BEST_ADAPTER,
-            )
-        return inside
-    kind = "a folder without an adapter"
-    if not source.is_dir():
-        kind = "no such folder"
-    hint = "give the folder of an adapter, or of a run that trained one"
-    if (source / MANIFEST_NAME).is_file():
-        kind = "an artifact, which holds no trained adapter"
-        hint = "give the folder of the run that trained it"
-    raise ArtifactError(
-        f"nothing to convert in {source}", expected=CONFIG_NAME, received=kind, hint=hint
-    )
+def _check_base(adapter: Path, model: str, revision: str | None) -> None:
+    """Refuse a model that is not the one that the adapter was trained on, by its digest."""
+    task = task_of_adapter(adapter)
+    is_its_own = task is None or model == task.base_model.source
+    if not is_its_own and not model.startswith(TINY_PREFIX):
+        check_base(task, resolve(model, revision), adapter)
 
 
 def check_model(adapter: Adapter, model: str, revision: str | None = None) -> None:

@@ -93,13 +93,13 @@ class Generator:
         return draw(self._feed, ids[same:], self.end_tokens, **options)
 
     def stream(
-        self, prompt: str | Messages, *, max_new_tokens: int = 64, temperature: float = 0.0,
+        self, prompt: str | Messages | tuple[int, ...], *, max_new_tokens: int = 64, temperature: float = 0.0,
         top_p: float = 1.0, seed: int | None = 0, stop: Sequence[str] = (),
     ) -> Iterator[str]:  # fmt: skip
         """Yield the text while it is generated: complete characters, up to the first of `stop`.
 
         Args:
-            prompt: messages for the chat template, or a text to continue.
+            prompt: messages for the chat template, or a text or tokens to continue.
             temperature, top_p, seed: as for `sample.draw`.
 
         Raises:

@@ -16,8 +16,10 @@ _MARK = "\u2603"
 """Stands for a reply when the template is asked what follows one."""
 
 
-def prompt_ids(tokenizer: Any, prompt: str | Messages, source: str) -> Sequence[int]:
-    """Tokenize a text, or a chat up to where the reply begins.
+def prompt_ids(
+    tokenizer: Any, prompt: str | Messages | tuple[int, ...], source: str
+) -> Sequence[int]:
+    """Tokenize a text, or a chat up to where the reply begins; a tuple of tokens stays.
 
     Args:
         prompt: plain text, or `[{"role": "user", "content": "..."}, ...]` for the chat template.
@@ -27,7 +29,10 @@ def prompt_ids(tokenizer: Any, prompt: str | Messages, source: str) -> Sequence[
         ModelError: messages for a model without a chat template.
         ConfigError: the prompt is empty.
     """
-    if isinstance(prompt, str):
+    ids: Sequence[int]
+    if isinstance(prompt, tuple):
+        ids = prompt
+    elif isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     elif not tokenizer.chat_template:
         raise ModelError(

@@ -39,7 +39,7 @@ from ondevice.data.tasks.trained import (
 from ondevice.models import load_model, open_model
 from ondevice.models.load import read_tokenizer
 from ondevice.models.save import add_ends
-from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
+from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -58,6 +58,14 @@ from ondevice.training.objective import Objective
 from ondevice.training.ordinary import save_ordinary
 from ondevice.training.result import Trained
 from ondevice.training.schedule import WarmupDecay
+from ondevice.training.trained import (
+    ADAPTER,
+    BEST_ADAPTER,
+    MODEL,
+    check_base,
+    is_in_memory,
+    task_of_adapter,
+)
 from ondevice.training.usage import README_NAME, Kind, readme
 
 if TYPE_CHECKING:
@@ -68,8 +76,8 @@ if TYPE_CHECKING:
     from ondevice.data import Dataset
     from ondevice.data.readers.objects import PythonRows
 
-ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
-"""Folders of a run for its trained weights."""
+ORDINARY = "model-ordinary"
+"""A run's folder for its weights in the ordinary architecture."""
 WINDOWS_FILE = "stream.json"
 """File of a run for the counts of a streamed file's windows."""
 
@@ -317,6 +325,7 @@ def fit(
         }
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
+        check_base(task_of_adapter(options.adapter), model, options.adapter)
         session.load_adapter(load_adapter(options.adapter))
     figures = {"train": rows.figures()}
     figures["train"]["notes"] += options.notes
@@ -462,12 +471,11 @@ def loadable(adapter: Adapter, model: Any) -> Adapter:
 
 def _texts(task: TrainedTask, model: Any, result: RunResult, kind: Kind) -> dict[str, str]:
     """Return the files that tell how an adapter or a model is used, by name."""
-    in_memory = getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
-    base = BaseModel(
-        source=model.source,
-        revision=getattr(model, "revision", None),
-        sha256=None if in_memory else model.sha256,  # of files, as of a model that is loaded later
-    )
+    digest = None
+    if not is_in_memory(model):  # a model that is loaded from files later has another digest
+        digest = model.sha256
+    revision = getattr(model, "revision", None)
+    base = BaseModel(source=model.source, revision=revision, sha256=digest)
     figures = result.evaluation.figures() if result.evaluation else None
     task = task.model_copy(update={"base_model": base, "evaluation": figures})
     return {TASK_NAME: to_text(task), README_NAME: readme(task, kind)}

@@ -21,6 +21,8 @@ from ondevice.models.load import DTYPES
 from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
+from ondevice.training.trained import adapter_folder as find_adapter
+from ondevice.training.trained import check_base
 from ondevice.training.usage import README_NAME, readme
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def fuse(
     of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded once.
 
     Args:
+        adapter_folder: of an adapter, or of the run that trained it.
         source: the base model, as for `load_model`; or an artifact, which names its base model. Packed weights
             cannot take an adapter, so the sum is in the original's.
         dtype: of the written weights; None keeps the base's.
@@ -85,8 +88,9 @@ def fuse(
             written then.
         ModelError, StorageError: as in `load_model`; `out` holds a model, or other files.
     """
-    adapter = load_adapter(adapter_folder)
-    task = read_trained_task(Path(adapter_folder))
+    folder = find_adapter(adapter_folder)
+    adapter = load_adapter(folder)
+    task = read_trained_task(folder)
     exported = None
     if (path_of(source, "the model") / MANIFEST_NAME).is_file():
         exported = read_manifest(Path(source), check_files=False).model
@@ -114,6 +118,7 @@ def fuse(
             received=loaded.source.sha256,
             hint="give the model itself instead of the artifact",
         )
+    check_base(task, loaded.source, folder)
     loaded.model.float()
     base = prompt_logits(loaded, prompts)
     apply_adapter(loaded, adapter)

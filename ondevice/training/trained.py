@@ -17,8 +17,12 @@ from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.gguf.task import read_task
-from ondevice.training.fit import ADAPTER, BEST_ADAPTER, MODEL
+from ondevice.models.sources.resolve import TINY_PREFIX
 
+ADAPTER = "adapter"
+BEST_ADAPTER = "adapter-best"
+MODEL = "model"
+"""Folders in a run's."""
 _log = logging.getLogger(__name__)
 _MODEL_CONFIG = "config.json"
 
@@ -111,13 +115,18 @@ def task_of_adapter(adapter: Path | None) -> TrainedTask | None:
     return read_trained_task(adapter_folder(adapter))
 
 
+def is_in_memory(model: HasDigest) -> bool:
+    """Return whether a model came from Python: its digest is of tensors, and not of files."""
+    return getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
+
+
 def check_base(task: TrainedTask | None, model: HasDigest, adapter: str | Path) -> None:
     """Refuse an adapter that was trained on another base model; `adapter` names it.
 
     Raises:
         ArtifactError: the SHA-256 of the model differs from that of the training.
     """
-    if task is None or task.base_model.sha256 is None:
+    if task is None or task.base_model.sha256 is None or is_in_memory(model):
         return
     if model.sha256 != task.base_model.sha256:
         named = task.base_model.source

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import ondevice
-from ondevice.api.predict import softmax
 from ondevice.core.errors import ArtifactError, DataError
+from ondevice.data.tasks.scoring import softmax
 from tests.cli.command import write_rows
 
 ROWS = [

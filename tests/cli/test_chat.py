@@ -26,9 +26,14 @@ def keyboard(monkeypatch):
     return typed
 
 
-def test_a_conversation_remembers_and_ends_with_ctrl_d(ondevice, keyboard, monkeypatch) -> None:
+def test_a_conversation_remembers_and_ends_with_ctrl_d(
+    ondevice, keyboard, monkeypatch, tmp_path
+) -> None:
     from ondevice.generation.generator import Generator
 
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "adapter_config.json").write_text("{}")
     asked, used = [], []
     monkeypatch.setattr(
         Generator,

@@ -146,3 +146,16 @@ def expected_value(scores: Sequence[float], values: Sequence[float]) -> float:
     """Compute the mean of `values`, weighted by probabilities with the log likelihoods `scores`."""
     weights = np.exp(np.asarray(scores, dtype=np.float64) - max(scores))
     return float(weights @ np.asarray(values, dtype=np.float64) / weights.sum())
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    """Return the candidates' probabilities: the shares of their mean log likelihoods.
+
+    A candidate whose score is not finite has none.
+    """
+    most = max(scores)
+    if not math.isfinite(most):
+        return [0.0] * len(scores)
+    shares = [math.exp(score - most) if math.isfinite(score) else 0.0 for score in scores]
+    total = math.fsum(shares)
+    return [share / total for share in shares]

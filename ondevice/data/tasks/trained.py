@@ -60,6 +60,13 @@ _FIELDS: dict[str, str] = {
     "text": "text",
 }
 """The columns of a prompt by format, for messages."""
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "classification": ("text", "sentence"),
+    "completion": ("prompt",),
+    "instruct": ("instruction", "prompt", "question"),
+    "text": ("text",),
+}
+"""The column of a row that is only one text."""
 _UNSEEN = re.compile("expected (one of|a label of) ")
 """Begins the reason against a row whose label is not one of the task's."""
 
@@ -204,6 +211,34 @@ class TrainedTask(StrictConfig):
                 hint="`ondevice predict` needs no labels; --column label=NAME names the column",
             )
         return rows
+
+    def record_of(self, text: str) -> dict[str, Any]:
+        """Return the record of a row that is only one text.
+
+        Raises:
+            DataError: the task asks for several texts.
+        """
+        if self.format == "chat":
+            return {"messages": [{"role": "user", "content": text}]}
+        task = self.found_task()
+        if task is not None and len(task.columns) == 1:
+            ((field, names),) = task.columns.items()
+            for key in (field, *names):
+                if key in self.columns:
+                    return {self.columns[key]: text}
+            return {names[0]: text}
+        for field in _TEXTS.get(self.format, ()) if task is None else ():
+            if field in self.columns or not self.columns:
+                return {self.columns.get(field, field): text}
+        fields = _FIELDS.get(self.format, "")
+        if task is not None:
+            fields = ", ".join(names[0] for names in task.columns.values())
+        raise DataError(
+            "the task asks for several texts",
+            expected=f"an object with {fields}",
+            received="one text",
+            hint='write a row as JSON: {"' + fields.partition(",")[0] + '": "...", ...}',
+        )
 
     def no_columns(self, source: Sequence[Record], name: str) -> DataError:
         """Build the error for records without the columns of the task."""
