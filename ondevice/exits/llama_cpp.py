@@ -6,6 +6,7 @@ take may end that process, not this one.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -51,7 +52,7 @@ def ask(path: Path, texts: list[str], conversations: list[list[dict[str, str]]])
 
 def main() -> None:
     """Read the question from standard input, and write the answer as its last line."""
-    import xllamacpp
+    xllamacpp: Any = importlib.import_module("xllamacpp")
 
     asked = json.load(sys.stdin)
     params = xllamacpp.CommonParams()
