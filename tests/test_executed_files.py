@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 50),
-        ("lora", "torch", 45),
-        ("mesp", "mlx", 50),
-        ("prge", "torch", 54),
-        ("slideformer", "torch", 64),
+        ("mesp", "torch", 59),
+        ("lora", "torch", 54),
+        ("mesp", "mlx", 59),
+        ("prge", "torch", 63),
+        ("slideformer", "torch", 72),
     ],
 )
 def test_a_run_calls_few_files(
