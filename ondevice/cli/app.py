@@ -78,7 +78,7 @@ VERBS = {
     "push": ("phone:push", "Copy an artifact to the app on a phone."),
     "pull": ("phone:pull", "Copy the app's adapters from the phone."),
     "plan": ("plans:plan", "Show the memory a run needs, and whether it fits."),
-    "doctor": ("plans:doctor", "Run a kernel in every installed backend."),
+    "doctor": ("plans:doctor", "Check what is installed here, and what can train."),
     "fleet": ("fleet:app", "Train one adapter on many devices, which send only numbers."),
     "config": ("configs:app", "Show the run file's schema, presets and defaults."),
     "runs": ("history:app", "List, show, compare, plot or remove the runs on this disk."),

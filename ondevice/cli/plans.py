@@ -112,18 +112,25 @@ def doctor(
     target: Annotated[
         str | None, typer.Option("--target", help="Check only what this target needs.")
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also run a kernel in every backend. Takes minutes.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
-    """Run a kernel in every installed backend; name missing packages and how to install them."""
+    """Check what is installed; name missing packages and how to install them."""
     from ondevice.planning import doctor as examination
     from ondevice.planning import render
 
-    with err.status("running a kernel in every backend") as status:
-        checks = examination.doctor(target, progress=lambda name: status.update(f"running {name}"))
+    with err.status("looking for backends") as status:
+        checks = examination.doctor(
+            target, progress=lambda name: status.update(f"checking {name}"), full=full
+        )
     code = examination.exit_code(checks)
     if json:
-        print_json({"checks": [check.to_dict() for check in checks], "ok": code == 0})
+        print_json({"checks": [check.to_dict() for check in checks], "ok": code == 0, "full": full})
     else:
         out.print(render.render_checks(checks))
+        if not full:
+            out.print("No kernel was run: --full runs one in every backend.", markup=False)
     if code:
         raise typer.Exit(code)

@@ -1,4 +1,7 @@
-"""Check this machine with a real kernel in each installed backend, in separate processes."""
+"""Check this machine: what is installed, and with `full` a real kernel in each backend.
+
+Kernels run in separate processes, since a broken backend may crash. Together they take minutes.
+"""
 
 from __future__ import annotations
 
@@ -120,15 +123,19 @@ def doctor(
     target: str | None = None,
     progress: Callable[[str], None] | None = None,
     names: Sequence[str] | None = None,
+    full: bool = False,
 ) -> list[Check]:
     """Run every check, or those that concern `target`.
 
-    A backend that crashes, hangs or gives a wrong result is a failed check, never an exception.
+    Without `full` a backend's packages are looked for, which takes seconds, and nothing is
+    computed. With it, a backend that crashes, hangs or gives a wrong result is a failed check,
+    never an exception.
 
     Args:
         target: one of `checks_by_target()`; the checks that it needs become mandatory.
-        progress: called with the name of each check before it runs; the slowest takes about 15 s.
+        progress: called with the name of each check before it runs.
         names: run only these checks.
+        full: run a kernel in every backend, each for up to 15 s.
 
     Raises:
         ConfigError: for a target or check that is not known.
@@ -156,7 +163,7 @@ def doctor(
     for name in chosen:
         if progress is not None:
             progress(name)
-        checks.append(_run(name, name in needed))
+        checks.append(_run(name, name in needed, full))
     if target is None and names is None:
         checks.append(_training({check.name for check in checks if check.ok}))
     return checks
@@ -177,17 +184,17 @@ def exit_code(checks: Sequence[Check]) -> int:
     return 0
 
 
-def _run(name: str, needed: bool) -> Check:
+def _run(name: str, needed: bool, full: bool) -> Check:
     start = time.perf_counter()
     try:
-        check = SYSTEM_CHECKS.get(name) or partial(_kernel, name)
+        check = SYSTEM_CHECKS.get(name) or partial(_kernel, name, full)
         ok, detail, fix = check()
     except Exception as error:  # the doctor reports whatever goes wrong
         ok, detail, fix = False, f"{type(error).__name__}: {error}", ""
     return Check(name, ok, detail, "" if ok else fix, needed, round(time.perf_counter() - start, 2))
 
 
-def _kernel(name: str) -> Outcome:
+def _kernel(name: str, full: bool) -> Outcome:
     kernel = KERNELS[name]
     absent = [package for package in kernel.packages if importlib.util.find_spec(package) is None]
     if absent:
@@ -198,6 +205,10 @@ def _kernel(name: str) -> Outcome:
             "no GPU that the driver lists",
             "install the NVIDIA driver, if this machine has a GPU",
         )
+    if name in ON_GPU and "+cpu" in _version("torch"):
+        return None, f"{_version('torch')} is PyTorch's CPU build", "install PyTorch's CUDA build"
+    if not full:
+        return True, f"{', '.join(_version(package) for package in kernel.packages)} installed", ""
     # In a process: an imported package may crash at its first kernel, and the doctor must go on.
     ok, detail, fix = run_kernel(python_command("-m", "ondevice.planning.kernels", name))
     if not ok:

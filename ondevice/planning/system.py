@@ -17,6 +17,8 @@ from ondevice.runtime_ops.build import find_compiler
 
 NEEDED_DISK_BYTES = 4 << 30
 """A converted model, a program and a checkpoint of a model of about 100M parameters, with room."""
+MODELS_SHOWN = 5
+"""Names of converted models that are listed."""
 ADB_FIX = "sudo apt-get install adb   (macOS: brew install android-platform-tools)"
 COMPILER_FIX = "sudo apt-get install g++   (macOS: xcode-select --install)"
 
@@ -71,7 +73,10 @@ def model_cache() -> Outcome:
         names.append(record.parent.name)
     if not names:
         return True, f"no converted models yet in {cache}", ""
-    return True, f"{', '.join(names)} ({size / 2**20:.0f} MiB) in {cache}", ""
+    shown = ", ".join(names[:MODELS_SHOWN])
+    if len(names) > MODELS_SHOWN:
+        shown += f" and {len(names) - MODELS_SHOWN} more"
+    return True, f"{shown} ({size / 2**20:.0f} MiB) in {cache}", ""
 
 
 def compiler() -> Outcome:

@@ -170,7 +170,7 @@ def test_doctor_says_what_a_target_lacks(ondevice, monkeypatch) -> None:
         doctor.Check("python", True, "3.11"),
         doctor.Check("executorch", None, "absent", "pip install", True),
     ]
-    monkeypatch.setattr(doctor, "doctor", lambda target, progress=None: checks)
+    monkeypatch.setattr(doctor, "doctor", lambda target, progress=None, full=False: checks)
     done = ondevice("doctor", "--target", "android-cpu", "--json")
     assert (
         done.code == 10

@@ -22,10 +22,40 @@ def python(code: str) -> list[str]:
 
 def test_a_real_kernel_runs() -> None:
     seen: list[str] = []
-    (check,) = doctor(names=["torch-cpu"], progress=seen.append)
+    (check,) = doctor(names=["torch-cpu"], progress=seen.append, full=True)
     assert check.ok is True and check.detail.startswith("torch ") and "error" in check.detail
     assert seen == ["torch-cpu"] and check.fix == "" and check.seconds > 0
     assert exit_code([check]) == 0
+
+
+def test_no_backend_is_imported_and_no_kernel_run_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(
+        module, "run_kernel", lambda command: ran.append(command) or (False, "crashed", "")
+    )
+    (check,) = doctor(names=["torch-cpu"])
+    assert check.ok is True and "installed" in check.detail and ran == []
+    (check,) = doctor(names=["torch-cpu"], full=True)
+    assert check.ok is False and "crashed" in check.detail and len(ran) == 1
+
+
+def test_the_quick_doctor_takes_a_few_seconds_and_loads_no_framework() -> None:
+    program = (
+        "import sys\nfrom ondevice.planning.doctor import doctor\nchecks = doctor()\n"
+        "print(sum(check.seconds for check in checks), 'torch' in sys.modules, len(checks))"
+    )
+    done = subprocess.run(python(program), capture_output=True, text=True, check=True)
+    seconds, loaded, count = done.stdout.split()
+    assert float(seconds) < 20 and loaded == "False" and int(count) > 10
+
+
+def test_a_build_for_cpus_is_named_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(module, "version", lambda package: "2.13.0+cpu")
+    (check,) = doctor(names=["torch-cuda"])
+    assert check.ok is None and "CPU build" in check.detail and "CUDA" in check.fix
 
 
 def test_every_kernel_has_a_program_and_every_target_known_checks() -> None:
@@ -96,12 +126,12 @@ def test_a_target_makes_what_it_needs_mandatory(monkeypatch: pytest.MonkeyPatch)
 def test_a_machine_that_cannot_train_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a framework every backend is merely not installed, and still nobody can train."""
     monkeypatch.setattr(
-        "ondevice.planning.doctor._run", lambda name, needed: Check(name, None, "absent")
+        "ondevice.planning.doctor._run", lambda name, needed, full: Check(name, None, "absent")
     )
     checks = doctor()
     assert checks[-1].name == "training" and "[torch]" in checks[-1].fix and exit_code(checks) == 10
     monkeypatch.setattr(
-        "ondevice.planning.doctor._run", lambda name, needed: Check(name, name == "mlx" or None, "")
+        "ondevice.planning.doctor._run", lambda name, needed, full: Check(name, name == "mlx" or None, "")
     )
     assert doctor()[-1].detail.endswith("mlx") and exit_code(doctor()) == 0
 

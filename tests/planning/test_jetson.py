@@ -153,7 +153,7 @@ def test_the_doctor_asks_a_jetson_only_on_a_jetson(
 ) -> None:
     ran: list[str] = []
     monkeypatch.setattr(
-        doctoring, "_run", lambda name, needed: ran.append(name) or doctoring.Check(name, True, "")
+        doctoring, "_run", lambda name, needed, full: ran.append(name) or doctoring.Check(name, True, "")
     )
     doctor()
     assert "board" not in ran and "unified-memory" not in ran and "bitsandbytes" in ran
@@ -177,12 +177,12 @@ def test_a_broken_nf4_kernel_on_jetpack_6_says_how_to_build_it(
     answer = (False, "Error named symbol not found at line 233 in file /src/csrc/ops.cu", "")
     monkeypatch.setattr(doctoring, "run_kernel", lambda command: answer)
     monkeypatch.setattr(jetson, "release", lambda root=tree: (36, "4.3"))
-    (check,) = doctor(names=["bitsandbytes"])
+    (check,) = doctor(names=["bitsandbytes"], full=True)
     assert (
         check.ok is False
         and "named symbol not found" in check.detail
         and "COMPUTE_CAPABILITY=87" in check.fix
     )
     monkeypatch.setattr(jetson, "release", lambda root=tree: (39, "2.0"))
-    (check,) = doctor(names=["bitsandbytes"])
+    (check,) = doctor(names=["bitsandbytes"], full=True)
     assert "COMPUTE_CAPABILITY" not in check.fix
