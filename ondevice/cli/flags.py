@@ -15,12 +15,14 @@ import typer
 
 from ondevice.api.runfile import NULL, RunConfig
 from ondevice.cli.common import one_of
-from ondevice.core.config import Documented
+from ondevice.core.config import Documented, TargetModule
 from ondevice.core.errors import ConfigError
 from ondevice.core.flags import Flag
 from ondevice.core.registry import method_names, methods
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 
+EVERY_DAY = ("data.path", "train.steps", "method.name", "model.source", "train.out")
+"""Settings whose flags come first in the help."""
 SENTENCE_END = re.compile(r"\.\s+(?=[A-Z0-9`])|\.$")
 
 
@@ -34,6 +36,7 @@ class Option:
         type: of the value on the command line: `bool` is a switch, `list[...]` a flag to repeat.
         help: one sentence without its full stop.
         parse: turns the value on the command line into the setting's.
+        of_all: False for a flag that only some methods have.
     """
 
     names: tuple[str, ...]
@@ -41,6 +44,7 @@ class Option:
     type: Any
     help: str
     parse: Callable[[Any], Any] = lambda value: value
+    of_all: bool = True
 
     @property
     def argument(self) -> str:
@@ -77,14 +81,11 @@ def options_of(section: str, config: type[Documented]) -> Iterator[Option]:
         for flag in field.metadata:
             if isinstance(flag, Flag):
                 text = flag.help or SENTENCE_END.split(texts.get(name, ""))[0]
-                default = None
-                if not flag.help:
-                    default = field.get_default(call_default_factory=True)
-                yield _option(flag, f"{section}.{name}", field.annotation, text, default)
+                yield _option(flag, f"{section}.{name}", field.annotation, text)
 
 
-def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> Option:
-    """Build a setting's flag; its help also says what may be given, and the default."""
+def _option(flag: Flag, key: str, annotation: Any, text: str) -> Option:
+    """Build a setting's flag; its help also says what may be given."""
     parts = [part for part in get_args(annotation) if part is not NoneType]
     kind = annotation
     if NoneType in get_args(annotation):
@@ -107,25 +108,71 @@ def _option(flag: Flag, key: str, annotation: Any, text: str, default: Any) -> O
         notes += [", ".join(get_args(item))] if get_origin(item) is Literal else []
     elif kind is Path:
         option = replace(option, parse=str)
-    if default and isinstance(default, int | float | str):
-        notes.append(f"default: {default}")
     if notes:
         return replace(option, help=f"{text} ({'; '.join(notes)})")
     return option
 
 
+def _default_of(config: type[Documented], name: str) -> str:
+    """Return a setting's default as a flag's value; "" if it has none or is decided at run time."""
+    field = config.model_fields[name]
+    if field.is_required():
+        return ""
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, bool) or default is None or default in ((), {}, ""):
+        return ""
+    if isinstance(default, tuple):
+        return (
+            "all" if set(default) == set(get_args(TargetModule)) else ", ".join(map(str, default))
+        )
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default)
+
+
+def _with_default(option: Option, default: str) -> Option:
+    """Add a default to a flag's help, unless its help speaks of it."""
+    if not default or "default" in option.help:
+        return option
+    text, bracket, rest = option.help, "", ""
+    if text.endswith(")"):
+        text, bracket, rest = text[:-1].rpartition(" (")
+    notes = f"{rest}; default: {default}" if bracket else f"default: {default}"
+    return replace(option, help=f"{text} ({notes})")
+
+
+def _shared_default(defaults: dict[str, str]) -> str:
+    """Return the default of a setting that several methods have; each value names its methods."""
+    values = dict.fromkeys(filter(None, defaults.values()))
+    if len(values) < 2:
+        return next(iter(values), "")
+    parts = []
+    for value in values:
+        owners = [name for name, default in defaults.items() if default == value]
+        parts.append(f"{value} for {', '.join(owners)}")
+    return "; ".join(parts)
+
+
 def _method_options() -> Iterator[Option]:
     """Yield `--method` and the flags of every method; their help names the methods."""
-    yield Option(("--method",), "method.name", str, f"Training method: {', '.join(method_names())}")
+    yield Option(
+        ("--method",),
+        "method.name",
+        str,
+        f"Training method; by default the one that fits the model: {', '.join(method_names())}",
+    )
     options: dict[str, Option] = {}
-    owners: dict[str, list[str]] = {}
+    defaults: dict[str, dict[str, str]] = {}
     for spec in methods():
         for option in options_of("method", spec.config):
             options.setdefault(option.key, option)
-            owners.setdefault(option.key, []).append(spec.name)
+            default = _default_of(spec.config, option.key.partition(".")[2])
+            defaults.setdefault(option.key, {})[spec.name] = default
     for key, option in options.items():
-        if len(owners[key]) < len(methods()):
-            option = replace(option, help=f"{option.help} [{', '.join(owners[key])}]")
+        owners = defaults[key]
+        option = _with_default(option, _shared_default(owners))
+        if len(owners) < len(methods()):
+            option = replace(option, help=f"{option.help} [{', '.join(owners)}]", of_all=False)
         yield option
 
 
@@ -137,7 +184,9 @@ def all_options(run: type[RunConfig] = RunConfig) -> dict[str, Option]:
         if section == "method":
             options += _method_options()
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Documented):
-            options += options_of(section, field.annotation)
+            for option in options_of(section, field.annotation):
+                default = _default_of(field.annotation, option.key.partition(".")[2])
+                options.append(_with_default(option, default))
     return {option.key: option for option in options}
 
 
@@ -223,21 +272,30 @@ def with_settings(
         parameters = []
         if model_first:
             parameters = [_parameter("first", FirstModel)]
+        every_day = [
+            option for key in EVERY_DAY for option in options.values() if option.key == key
+        ]
+        others = [option for option in options.values() if option not in every_day]
+        parameters += map(_parameter_of, every_day)
         parameters.append(_parameter("config", Config))
-        for argument, option in options.items():
-            default = None
-            if option.type is bool:
-                default = False
-            parameters.append(_parameter(argument, option.annotation, default))
-        parameters.append(_parameter("settings", Settings))
+        parameters += [_parameter_of(option) for option in others if option.of_all]
         for parameter in own.values():
             if parameter.name not in ("config", "overrides"):
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters += [_parameter_of(option) for option in others if not option.of_all]
+        parameters.append(_parameter("settings", Settings))
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {item.name: item.annotation for item in parameters}
         return wrapped
 
     return decorate
+
+
+def _parameter_of(option: Option) -> inspect.Parameter:
+    default = None
+    if option.type is bool:
+        default = False
+    return _parameter(option.argument, option.annotation, default)
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from ondevice.cli.app import Verbs
+from ondevice.cli.flags import all_options
+from ondevice.core.registry import methods
 
 
 def verbs() -> Iterator[tuple[str, Any]]:
@@ -62,7 +65,7 @@ def test_the_model_may_stand_first_wherever_no_other_thing_does() -> None:
         "fleet begin",
         "jobs create",
     }
-    other = {"verify", "convert", "data", "config show", "fleet replay", "fleet carry answer", "serve fleet",
+    other = {"verify", "predict", "convert", "data", "config show", "fleet replay", "fleet carry answer", "serve fleet",
              "jobs adapters convert"}  # fmt: skip
     assert named.keys() - first == other
 
@@ -102,3 +105,27 @@ def test_fuse_convert_data_and_show_take_words_or_flags(ondevice, tmp_path) -> N
     ):
         done = ondevice(*words_)
         assert done.code in (2, 3) and said in done.err, done.err
+
+
+def test_the_flags_of_every_day_come_first_and_those_of_one_method_last(ondevice) -> None:
+    text = ondevice("train", "--help").out
+    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    assert flags[:5] == ["--data", "--steps", "--method", "--model", "--out"]
+    some = [option.names[0] for option in all_options().values() if not option.of_all]
+    assert "--rank" in some and "--learning-rate" not in some
+    assert set(flags[-len(some) - 2 : -2]) == set(some) and flags[-2:] == ["--set", "--help"]
+
+
+def test_the_help_of_train_shows_the_defaults_of_the_settings(ondevice) -> None:
+    text = " ".join(ondevice("train", "--help").out.split())
+    for shown in ("Optimizer steps (default: 100)", "order of the rows (default: 0)",
+                  "(default: runs/default)", "LoRA rank (default: 16 for lora, lora-fa, prge; 8 for mesp)",
+                  "; all for mesp)"):  # fmt: skip
+        assert shown in text, shown
+    defaults = {spec.name: spec.config().learning_rate for spec in methods()}
+    shown = text.partition("Learning rate (default: ")[2].partition(")")[0]
+    for part in shown.split("; "):
+        value, _, owners = part.partition(" for ")
+        for name in owners.split(", "):
+            assert defaults.pop(name) == float(value)
+    assert not defaults
