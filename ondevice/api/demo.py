@@ -184,7 +184,8 @@ def _predict(
 
 def _answers(file: Path, before: Predictions, after: Predictions) -> tuple[Answer, ...]:
     records, _ = read_input(file)
+    rows = [record.fields for record in records if isinstance(record.fields, dict)]
     return tuple(
-        Answer(record.fields["text"], record.fields["label"], str(old), str(new))
-        for record, old, new in zip(records, before.texts, after.texts, strict=True)
+        Answer(row["text"], row["label"], str(old), str(new))
+        for row, old, new in zip(rows, before.texts, after.texts, strict=True)
     )

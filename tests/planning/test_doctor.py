@@ -131,7 +131,8 @@ def test_a_machine_that_cannot_train_fails(monkeypatch: pytest.MonkeyPatch) -> N
     checks = doctor()
     assert checks[-1].name == "training" and "[torch]" in checks[-1].fix and exit_code(checks) == 10
     monkeypatch.setattr(
-        "ondevice.planning.doctor._run", lambda name, needed, full: Check(name, name == "mlx" or None, "")
+        "ondevice.planning.doctor._run",
+        lambda name, needed, full: Check(name, name == "mlx" or None, ""),
     )
     assert doctor()[-1].detail.endswith("mlx") and exit_code(doctor()) == 0
 

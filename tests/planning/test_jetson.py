@@ -153,7 +153,9 @@ def test_the_doctor_asks_a_jetson_only_on_a_jetson(
 ) -> None:
     ran: list[str] = []
     monkeypatch.setattr(
-        doctoring, "_run", lambda name, needed, full: ran.append(name) or doctoring.Check(name, True, "")
+        doctoring,
+        "_run",
+        lambda name, needed, full: ran.append(name) or doctoring.Check(name, True, ""),
     )
     doctor()
     assert "board" not in ran and "unified-memory" not in ran and "bitsandbytes" in ran
