@@ -137,7 +137,8 @@ class TrainedChat:
 class _NoScores:
     """An artifact whose program generates and scores nothing: it only has a longest sequence."""
 
-    eval_batch_size = None
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None
 
     def __init__(self, context_tokens: int) -> None:
         self.lengths_tokens = (context_tokens or 1 << 20,)

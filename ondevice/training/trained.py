@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ondevice.artifact.adapter import CONFIG_NAME, is_mlx_lm
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
+from ondevice.core.manifest import ModelInfo
 from ondevice.core.untrusted import read_object
 from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.gguf.task import read_task
-from ondevice.models.sources.resolve import TINY_PREFIX
+from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
 ADAPTER = "adapter"
 BEST_ADAPTER = "adapter-best"
@@ -25,20 +26,6 @@ MODEL = "model"
 """Folders in a run's."""
 _log = logging.getLogger(__name__)
 _MODEL_CONFIG = "config.json"
-
-
-class HasDigest(Protocol):
-    """A model as `SourceInfo` or a manifest describes it."""
-
-    @property
-    def source(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """The digest of its files."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -115,12 +102,14 @@ def task_of_adapter(adapter: Path | None) -> TrainedTask | None:
     return read_trained_task(adapter_folder(adapter))
 
 
-def is_in_memory(model: HasDigest) -> bool:
+def is_in_memory(model: SourceInfo | ModelInfo) -> bool:
     """Return whether a model came from Python: its digest is of tensors, and not of files."""
     return getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
 
 
-def check_base(task: TrainedTask | None, model: HasDigest, adapter: str | Path) -> None:
+def check_base(
+    task: TrainedTask | None, model: SourceInfo | ModelInfo, adapter: str | Path
+) -> None:
     """Refuse an adapter that was trained on another base model; `adapter` names it.
 
     Raises:
