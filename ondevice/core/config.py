@@ -307,9 +307,8 @@ class TrainConfig(StrictConfig):
     """Steps between two checkpoints."""
 
     checkpoint_minutes: Annotated[float, Flag("--checkpoint-minutes")] = Field(default=5.0, ge=0)
-    """Also save a checkpoint after this many minutes since the last one, so that a kill loses no
-    more. The first one of a run comes after a fifth of that. Saving takes at most a twentieth of
-    the time: large checkpoints are fewer. 0 saves only by steps."""
+    """Also save a checkpoint after this many minutes, the first one after a fifth of that. Saving
+    takes at most a twentieth of the time. 0 saves only by steps."""
 
     eval_every: Annotated[int, Flag("--eval-every")] = Field(default=0, ge=0)
     """Steps between two evaluations. 0 evaluates at the end of every epoch if `epochs` is set,

@@ -289,8 +289,10 @@ class AdamWSession(PackingSession):
 
     def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
         """Compute the labels' losses; see `Branching.evaluate_branches`."""
-        settings = {"tiles": self.config.loss_tiles, "answers": self.config.answers}
-        return model_loss.evaluate_branches(self.family, *tree, **settings)
+        config = self.config
+        return model_loss.evaluate_branches(
+            self.family, *tree, tiles=config.loss_tiles, answers=config.answers
+        )
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32,
