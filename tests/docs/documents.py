@@ -59,14 +59,24 @@ def blocks(text: str) -> list[Block]:
 
 
 def commands(lines: list[str]) -> list[str]:
-    """The commands of a console block: without the `$ ` and without the output shown below them."""
+    """The commands of a console block: without the `$ ` and without the output shown below them.
+
+    A here-document goes on to its end.
+    """
     if not any(line.startswith("$ ") for line in lines):
         return lines
-    kept, continued = [], False
+    kept: list[str] = []
+    continued = False
+    end = ""
     for line in lines:
-        if continued or line.startswith("$ "):
+        if end:
+            kept.append(line)
+            end = "" if line == end else end
+        elif continued or line.startswith("$ "):
             kept.append(line if continued else line[2:])
             continued = line.endswith("\\")
+            here = re.search(r"<<'(\w+)'$", line)
+            end = here[1] if here else ""
     return kept
 
 

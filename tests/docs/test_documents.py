@@ -119,7 +119,8 @@ def test_python_blocks_share_a_namespace_and_console_blocks_the_folder(tmp_path:
         "<!-- test -->\n```python\nx = 1\n```\n\n"
         "```python\nraise SystemExit('not marked, so not run')\n```\n\n"
         "<!-- run -->\n\n```console\n"
-        "$ printf two > file \\\n  && printf more >> file\nthis is output\n$ test -s file\n```\n"
+        "$ printf two > file \\\n  && printf more >> file\nthis is output\n$ test -s file\n"
+        "$ cat > here <<'END'\n$ a\nb\nEND\n$ grep -q b here\n```\n"
         "<!-- test -->\n```python\nassert x == 1 and open('file').read() == 'twomore'\n```\n"
     )
     done = run(page, tmp_path)
