@@ -164,7 +164,7 @@ def test_epochs_and_the_best_state(settings, tmp_path) -> None:
         (lambda s: ondevice.train(s, rows=ROWS, callbacks=ondevice.Callback()), ConfigError, "callbacks are"),
         (lambda s: ondevice.train(s, rows=ROWS, callbacks=[print]), ConfigError, "a callback is of the wrong type"),
         (lambda s: ondevice.train(s, rows=ROWS, sinks=[3]), ConfigError, "a function of an event"),
-        (lambda s: ondevice.train(s, rows=ROWS, adapter=3), ConfigError, "the adapter is of the wrong type"),
+        (lambda s: ondevice.train(s, rows=ROWS, adapter=3), ConfigError, "the adapter's folder is of the wrong type"),
         (lambda s: ondevice.evaluate("tiny:llama", 3), ConfigError, "the data is of the wrong type"),
         (lambda s: ondevice.evaluate(3, "rows.jsonl"), ConfigError, "the model is of the wrong type"),
         (lambda s: ondevice.load_adapter(3), ConfigError, "the adapter's folder is of the wrong type"),
