@@ -37,7 +37,6 @@ from ondevice.data.tasks.trained import (
     trained_task,
 )
 from ondevice.models import load_model, open_model
-from ondevice.models.load import read_tokenizer
 from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
 from ondevice.training import events
@@ -154,6 +153,8 @@ class RunRows:
     encoded: dict[str, Any] = field(default_factory=dict)
     task: TrainedTask | None = None
     """What the rows teach; None for rows that were token ids already."""
+    tokenizer: Any = None
+    """The model's own, without the date of the run."""
 
     def figures(self) -> dict[str, Any]:
         """Return facts about the rows to train on."""
@@ -247,6 +248,7 @@ def read_rows_of(
             stream,
             encoded(None, evaluation),
             described(stream.first),
+            plain,
         )
     train = read(path)
     if data.validation_split:
@@ -255,7 +257,7 @@ def read_rows_of(
         evaluation = read(eval_path) if eval_path else None
     rows = RunRows(train, evaluation, pad, None, encoded(train, evaluation))
     if options.rows is None or not options.rows.tokenized:
-        rows = replace(rows, task=described(train))
+        rows = replace(rows, task=described(train), tokenizer=plain)
     return rows
 
 
@@ -408,7 +410,7 @@ def fit(
             session.save_model(temporary)
             if rows.task is not None:
                 texts = _texts(rows.task, model, result, "model")
-                add_ends(temporary, rows.task.trained_ends(read_tokenizer(temporary)))
+                add_ends(temporary, rows.task.trained_ends(rows.tokenizer))
             for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
         if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
