@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 59),
-        ("lora", "torch", 54),
-        ("mesp", "mlx", 59),
-        ("prge", "torch", 63),
-        ("slideformer", "torch", 72),
+        ("mesp", "torch", 60),
+        ("lora", "torch", 55),
+        ("mesp", "mlx", 60),
+        ("prge", "torch", 64),
+        ("slideformer", "torch", 73),
     ],
 )
 def test_a_run_calls_few_files(

@@ -20,7 +20,7 @@ TOP_LEVEL = {
     "pyproject.toml", "ondevice", "exporters", "runtime_ops", "android_app", "tests", "README.md",
     "benchmarks", "docs", "examples", "requirements", "Makefile", "LICENSE", ".ci", ".gitignore",
     ".pre-commit-config.yaml", ".github", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
-    "mkdocs.yml",
+    "mkdocs.yml", "develop",
 }  # fmt: skip
 PACKAGED = {
     ".py",

@@ -22,6 +22,7 @@ from ondevice.api.predict import (
 from ondevice.artifact.files import atomic_file, atomic_write, storage_errors
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError, StorageError
+from ondevice.core.untrusted import parse_row
 from ondevice.data.readers.source import Record
 from ondevice.data.tasks.trained import to_text
 from ondevice.data.writing import check_suffix, write_records
@@ -175,7 +176,15 @@ class _Partial:
                     received="others",
                     hint="--overwrite begins again",
                 )
-        self.done = [PredictedRow(**json.loads(line)) for line in lines[1:]]
+        try:
+            self.done = [PredictedRow(**parse_row(line)) for line in lines[1:]]
+        except (ValueError, TypeError):
+            raise StorageError(
+                f"{self.path} is damaged",
+                expected="a predicted row a line",
+                received=f"another line among {len(lines) - 1}",
+                hint="--overwrite begins again",
+            ) from None
         atomic_write(self.path, "".join(f"{line}\n" for line in (head, *lines[1:])))
         self._file = self.path.open("a", encoding="utf-8")
 

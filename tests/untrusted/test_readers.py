@@ -270,6 +270,8 @@ OWN = {
     "ondevice/cli/daemon.py": "the daemon's own answers",
     "ondevice/core/untrusted/__init__.py": "the one place",
     "ondevice/gguf/write_tokenizer.py": "the rules of a tokenizer that is loaded",
+    "ondevice/exits/gguf_text.py": "the rules of a tokenizer that is loaded",
+    "ondevice/exits/llama_cpp.py": "a child process of ours",
     "ondevice/exits/mlx_model.py": "files that were written in the lines before",
     "ondevice/exits/vllm.py": "a file that was written in the lines before",
     "ondevice/fleet/asking.py": "a socket of this machine and user",
@@ -299,6 +301,7 @@ OWN = {
     "ondevice/training/benchmark.py": "answers that were written in the lines before",
     "runtime_ops/generator.py": "a file of the package",
     "runtime_ops/golden.py": "a file of the package",
+    "ondevice/server/fine_tuning.py": "values that are checked already, and the daemon's own database",
 }
 """Files that read what this program wrote itself, and what that is."""
 
