@@ -120,6 +120,11 @@ def test_rows_that_are_done_are_not_computed_again(
         file.write('{"line": 8, "pred')  # a kill in the middle of a line
     other = ondevice("predict", run, data, "--out", out, "--max-new-tokens", "3")
     assert other.code == 11 and "--overwrite" in other.err
+    saved = partial.read_text()
+    partial.write_text(saved.replace("{", "[", 2).replace("[", "{", 1))
+    damaged = ondevice("predict", run, data, "--out", out)
+    assert damaged.code == 11 and "is damaged" in damaged.err
+    partial.write_text(saved)
     summary = ondevice("predict", run, data, "--out", out, "--json").json
     assert summary["resumed"] == 7 and summary["rows"] == 20 and asked[8:] == list(range(8, 21))
     assert out.read_bytes() == whole.read_bytes() and not partial.exists()

@@ -175,10 +175,10 @@ class PartsTest : AppTest() {
         org.robolectric.RuntimeEnvironment.setQualifiers("+de")
         val german = reasons.associate { it.cause to Words.reason(app, it) }
         for (cause in german.keys) assertFalse("$cause", german[cause] == english[cause])
-        assertEquals("das Telefon ist heiß (Wärmestufe kritisch); weiter unter mäßig", german[org.ondevice.core.PauseCause.HEAT])
-        assertEquals("der Akku ist bei 7 %; weiter ab 25 % oder am Ladegerät", german[org.ondevice.core.PauseCause.BATTERY])
+        assertEquals("das Telefon ist heiß (Wärmestufe: kritisch); geht unter „mäßig“ weiter", german[org.ondevice.core.PauseCause.HEAT])
+        assertEquals("der Akkustand ist 7 %; geht ab 25 % oder am Ladegerät weiter", german[org.ondevice.core.PauseCause.BATTERY])
         open(2)
-        untilSaid("Noch nichts zu trainieren")
+        untilSaid("Noch nichts zum Trainieren")
         shot("train-german")
     }
 
