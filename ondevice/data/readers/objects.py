@@ -66,8 +66,9 @@ def take_rows(rows: Any) -> PythonRows:
             received=type(rows).__name__,
             hint=hint,
         )
-    if hasattr(rows, "itertuples") and hasattr(rows, "to_dict"):  # a DataFrame iterates its columns
-        rows = [_without_holes(row) for row in rows.to_dict("records")]
+    to_records = getattr(rows, "to_dict", None)
+    if hasattr(rows, "itertuples") and to_records:  # a DataFrame iterates its columns
+        rows = [_without_holes(row) for row in to_records("records")]
     features = getattr(rows, "features", None)
     names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
     batch_size, notes = None, ()

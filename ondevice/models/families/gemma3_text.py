@@ -136,7 +136,10 @@ class Gemma3Text(TraitFamily):
         if abs(scale - dims.head_dim**-0.5) > 1e-6 * scale and dims.layers != 62:
             message = "llama.cpp scales the scores of this family by the size of a head"
             raise ModelError(message, expected=dims.head_dim, received=round(scale**-2))
-        keys = {"attention.sliding_window": max(windows), "attention.sliding_window_pattern": every}
+        keys: dict[str, Any] = {
+            "attention.sliding_window": max(windows),
+            "attention.sliding_window_pattern": every,
+        }
         rope = config.get("rope_parameters", {}).get("sliding_attention", {})
         if rope:
             keys["rope.freq_base_swa"] = float(rope["rope_theta"])
