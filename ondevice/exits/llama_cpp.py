@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib import error, request
 
+from ondevice.core.child import python_command
+
 LONGEST_S = 600
 _CONTEXT_TOKENS = 64
 
@@ -34,7 +36,7 @@ def ask(path: Path, texts: list[str], conversations: list[list[dict[str, str]]])
     asked = {"model": str(path), "texts": texts, "conversations": conversations}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ondevice.exits.llama_cpp"],
+            python_command("-m", "ondevice.exits.llama_cpp"),
             input=json.dumps(asked),
             capture_output=True,
             text=True,
