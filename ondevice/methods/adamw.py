@@ -222,7 +222,7 @@ def _moment(arrays: dict[str, np.ndarray], moment: str, name: str) -> np.ndarray
     return value
 
 
-class AdamWSession(PackingSession):
+class AdamWSession(model_loss.PlainEvaluation, PackingSession):
     """AdamW over `parameters`; the model's own layers run, with the tiled cross-entropy."""
 
     def __init__(
@@ -231,6 +231,8 @@ class AdamWSession(PackingSession):
         self.loaded = loaded
         self.family = loaded.family
         self.config = config
+        self.loss_tiles = config.loss_tiles
+        self.answers = config.answers
         self.parameters = parameters
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
@@ -276,23 +278,6 @@ class AdamWSession(PackingSession):
         for parameter in self.parameters.values():
             parameter.grad = None
         return StepResult(float(value), (float(value),))
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(
-            self.family, ids, labels, self.config.loss_tiles, self.config.answers
-        )
-
-    def takes_branches(self, length_tokens: int) -> bool:
-        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
-        return self.family.takes_branches(length_tokens)
-
-    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
-        """Compute the labels' losses; see `Branching.evaluate_branches`."""
-        config = self.config
-        return model_loss.evaluate_branches(
-            self.family, *tree, tiles=config.loss_tiles, answers=config.answers
-        )
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32,

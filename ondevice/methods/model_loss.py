@@ -72,37 +72,45 @@ def evaluate_hidden(
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 
 
-def evaluate(
-    family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int, answers: tuple[int, ...] = ()
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Session.evaluate` for a plain model."""
-    device = family.head_weight.device
-    with torch.inference_mode():
-        tokens = torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
-        nll, count = row_nll(family, *tokens, tiles, answers)
-    return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
+class PlainEvaluation:
+    """The evaluation of a model with its own layers: `Session.evaluate`, and `Branching`."""
 
+    family: Family
+    loss_tiles: int
+    answers: tuple[int, ...] = ()
+    """The tokens that the loss is over; all of the vocabulary if empty."""
 
-def evaluate_branches(
-    family: Family,
-    ids: np.ndarray,
-    position_ids: np.ndarray,
-    branches: np.ndarray,
-    sources: np.ndarray,
-    labels: np.ndarray,
-    tiles: int,
-    answers: tuple[int, ...] = (),
-) -> np.ndarray:
-    """Return `Branching.evaluate_branches` for a plain model."""
-    device = family.head_weight.device
-    with torch.inference_mode():
-        tree = (torch.from_numpy(part).to(device) for part in (ids, position_ids, branches))
-        hidden_ND = family.branched_hidden(*tree).flatten(0, 1)[
-            torch.from_numpy(sources).to(device)
-        ]
-        labels_N = torch.from_numpy(labels).to(device)
-        nll_N = method_token_nll(family, hidden_ND, labels_N, tiles, answers)
-    return nll_N.float().cpu().numpy()
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute row losses and token counts; see `Session.evaluate`."""
+        device = self.family.head_weight.device
+        with torch.inference_mode():
+            tokens = torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
+            nll, count = row_nll(self.family, *tokens, self.loss_tiles, self.answers)
+        return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
+        return self.family.takes_branches(length_tokens)
+
+    def evaluate_branches(
+        self,
+        ids: np.ndarray,
+        position_ids: np.ndarray,
+        branches: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        family = self.family
+        device = family.head_weight.device
+        with torch.inference_mode():
+            tree = (torch.from_numpy(part).to(device) for part in (ids, position_ids, branches))
+            hidden_ND = family.branched_hidden(*tree).flatten(0, 1)[
+                torch.from_numpy(sources).to(device)
+            ]
+            labels_N = torch.from_numpy(labels).to(device)
+            nll_N = method_token_nll(family, hidden_ND, labels_N, self.loss_tiles, self.answers)
+        return nll_N.float().cpu().numpy()
 
 
 @torch.no_grad()
@@ -123,7 +131,7 @@ def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) ->
         parameter.copy_(torch.from_numpy(value))
 
 
-class ModelSession:
+class ModelSession(PlainEvaluation):
     """A plain model that only evaluates."""
 
     batch_size: int | None = None
@@ -132,20 +140,9 @@ class ModelSession:
 
     def __init__(self, loaded: Any, tiles: int = 8) -> None:
         self.loaded = loaded
-        self.tiles = tiles
+        self.family = loaded.family
+        self.loss_tiles = tiles
         self.backend = f"torch-{loaded.family.head_weight.device.type}"
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute row losses and token counts; see `Session.evaluate`."""
-        return evaluate(self.loaded.family, ids, labels, self.tiles)
-
-    def takes_branches(self, length_tokens: int) -> bool:
-        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
-        return self.loaded.family.takes_branches(length_tokens)
-
-    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
-        """Compute the labels' losses; see `Branching.evaluate_branches`."""
-        return evaluate_branches(self.loaded.family, *tree, tiles=self.tiles)
 
     def save_model(self, folder: Path) -> None:
         """Write the model as transformers loads it, with its tokenizer."""

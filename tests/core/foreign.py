@@ -49,7 +49,7 @@ class NormSgdSession(Session):
         return StepResult(float(loss), (float(loss),))
 
     def evaluate(self, ids, labels):
-        return model_loss.evaluate(self.loaded.family, ids, labels, 1)
+        return model_loss.ModelSession(self.loaded, 1).evaluate(ids, labels)
 
     def state(self):
         tensors = {**self.parameters, **{"moment/" + name: value for name, value in self.moments.items()}}

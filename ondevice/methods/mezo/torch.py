@@ -32,13 +32,15 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements perturbed at once: bounds the noise that exists."""
 
 
-class MezoSession(PackingSession):
+class MezoSession(model_loss.PlainEvaluation, PackingSession):
     """All parameters move in place; each parameter is one tensor of the generator, in the order of
     their names."""
 
     def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
         self.loaded = loaded
         self.config = config
+        self.loss_tiles = config.loss_tiles
+        self.answers = config.answers
         self.family = loaded.family
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
@@ -180,23 +182,6 @@ class MezoSession(PackingSession):
         """Apply theta -= eta / q * g_i z_i for every query."""
         for query, gradient in enumerate(projected_gradients):
             self._move(step, query, -learning_rate / self.config.queries * gradient, by_chance=True)
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(
-            self.family, ids, labels, self.config.loss_tiles, self.config.answers
-        )
-
-    def takes_branches(self, length_tokens: int) -> bool:
-        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
-        return self.family.takes_branches(length_tokens)
-
-    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
-        """Compute the labels' losses; see `Branching.evaluate_branches`."""
-        config = self.config
-        return model_loss.evaluate_branches(
-            self.family, *tree, tiles=config.loss_tiles, answers=config.answers
-        )
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all parameters, in float32 (exact for narrower types), and the seed."""
