@@ -294,7 +294,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Asked:
-    """Encoded rows: the items, the candidates' texts and the reasons against, by row from 1."""
+    """Encoded rows, by number from 1: items, candidates' texts, and why others cannot be predicted."""
 
     dataset: Dataset
     items: Mapping[int, Item]

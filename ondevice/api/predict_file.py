@@ -182,7 +182,7 @@ class _Partial:
             raise StorageError(
                 f"{self.path} is damaged",
                 expected="a predicted row a line",
-                received=f"another line among {len(lines) - 1}",
+                received=f"{len(lines) - 1} lines, one of which cannot be read",
                 hint="--overwrite begins again",
             ) from None
         atomic_write(self.path, "".join(f"{line}\n" for line in (head, *lines[1:])))

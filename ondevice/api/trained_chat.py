@@ -135,7 +135,7 @@ class TrainedChat:
 
 
 class _NoScores:
-    """An artifact whose program generates and scores nothing: it only has a longest sequence."""
+    """A program that generates text and scores no labels; it only has a longest sequence."""
 
     eval_batch_size: int | None = None
     lengths_tokens: tuple[int, ...] | None

@@ -47,7 +47,7 @@ def ask(path: Path, texts: list[str], conversations: list[list[dict[str, str]]])
         return {"error": f"no answer in {LONGEST_S} s"}
     answer = done.stdout.rpartition("\n{")[2].strip()
     if done.returncode or not answer:
-        lines = (done.stderr.strip() or "it ended without a word").splitlines()
+        lines = (done.stderr.strip() or "it ended without a message").splitlines()
         return {"error": lines[-1][:300]}
     return json.loads("{" + answer)
 

@@ -1,8 +1,8 @@
 """What an adapter or a model was trained to do: `ondevice_task.json`, which travels with it.
 
-It tells how a row becomes a prompt and what ends an answer, so that whoever uses the adapter asks
-in the way in which it was trained. Rows to predict need no label: a placeholder stands for the
-answer, so a prompt is rendered, tokenized and cut by the code that trained on it.
+It records how a row becomes a prompt and what ends an answer, so that everybody asks the adapter as
+it was trained. Rows to predict need no label: a placeholder stands for the answer, so a prompt is
+rendered, tokenized and cut by the code that trained on it.
 """
 
 from __future__ import annotations
