@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,16 +202,20 @@ def open_source(
             is_network=True,
             record=record,
         )
-    # Imported here, as an artifact's runtime may do without torch and transformers.
-    from ondevice.methods.model_loss import ModelSession
-
     loaded = load_model(str(source), revision=revision, dtype=dtype, device=resolve_device(device))
     if adapter is not None:
         check_base(record, loaded.source, adapter)
         apply_adapter(loaded, load_adapter(adapter))
-    write = partial(continue_ids, loaded)
+    return replace(open_loaded(loaded), record=record, adapter_sha256=digest)
+
+
+def open_loaded(loaded: LoadedModel) -> Opened:
+    """Return a loaded model as a source; adapters that are applied to it take part."""
+    # Imported here, as an artifact's runtime may do without torch and transformers.
+    from ondevice.methods.model_loss import ModelSession
+
     session = ModelSession(loaded)
-    return Opened(session, loaded.tokenizer, loaded, write, record=record, adapter_sha256=digest)
+    return Opened(session, loaded.tokenizer, loaded, partial(continue_ids, loaded))
 
 
 def replay(

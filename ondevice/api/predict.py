@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ondevice.api.chat import generator_of_artifact
-from ondevice.api.evaluate import Opened, open_source
+from ondevice.api.evaluate import Opened, open_loaded, open_source
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.core.untrusted import parse_row
@@ -125,7 +125,8 @@ class Predictor:
     Args:
         opened: scores labelled rows.
         task: what was trained.
-        generator: generates answers; not needed if the task has labels.
+        generator: generates answers, and ends them as the training did from now on; not needed if
+            the task has labels.
         max_new_tokens: most tokens of a generated answer; by default twice the longest answer of
             the training, and at least 64.
     """
@@ -142,6 +143,8 @@ class Predictor:
         self.task = task
         self.tokenizer = task.with_template(opened.tokenizer)
         self.generator = generator
+        if generator is not None:
+            generator.end_tokens = task.end_ids(generator.tokenizer) or generator.end_tokens
         self.max_new_tokens = max_new_tokens or max(
             LEAST_NEW_TOKENS, 2 * task.longest_answer_tokens
         )
@@ -157,10 +160,10 @@ class Predictor:
     @classmethod
     def of(cls, loaded: LoadedModel, task: TrainedTask, **options: Any) -> Predictor:
         """Return a predictor over a loaded model; adapters that are applied to it take part."""
-        from ondevice.methods.model_loss import ModelSession
-
-        opened = Opened(ModelSession(loaded), loaded.tokenizer, loaded)
-        return cls(opened, task, generator_of(loaded), **options)
+        generator = None
+        if not task.has_candidates:
+            generator = generator_of(loaded)
+        return cls(open_loaded(loaded), task, generator, **options)
 
     def asked(self, records: Sequence[Record], name: str = NAME) -> Asked:
         """Encode records as the training did.
@@ -413,30 +416,26 @@ def open_predictor(
     opened = open_source(trained.model, used, dtype, device, revision or trained.revision)
     generator = None
     if not record.has_candidates:
-        generator = _generator(opened, record, trained.model, used)
+        generator = _generator(opened, trained.model, used)
     return Predictor(opened, record, generator, max_new_tokens=max_new_tokens)
 
 
-def _generator(
-    opened: Opened, task: TrainedTask, model: str, adapter: Path | None
-) -> Generator | None:
-    """Return what generates answers, and ends them as the training did."""
-    if opened.loaded is None:
-        generator = generator_of_artifact(Path(model))
-        if adapter is not None:
-            generator.model.use(load_adapter(adapter))
-    elif opened.is_network:
+def _generator(opened: Opened, model: str, adapter: Path | None) -> Generator | None:
+    """Return the generator of answers; None if a network of a method's own has its own way."""
+    if opened.is_network:
         return None
-    else:
-        generator = generator_of(opened.loaded)
-    generator.end_tokens = task.end_ids(generator.tokenizer) or generator.end_tokens
+    if opened.loaded is not None:
+        return generator_of(opened.loaded)
+    generator = generator_of_artifact(Path(model))
+    if adapter is not None:
+        generator.model.use(load_adapter(adapter))
     return generator
 
 
 def no_task(source: str) -> ArtifactError:
-    """Build the error for what does not record what it was trained to do."""
+    """Build the error for a source without a recorded task."""
     return ArtifactError(
-        f"{source} does not record what it was trained to do",
+        f"{source} does not record its task",
         expected="ondevice_task.json, which every training of this version writes",
         received="no such file",
         hint="name the task of the training: --task sst2, or --task my.yaml; or train again",

@@ -62,7 +62,10 @@ EXTRAS = {
 """The extra that installs each optional package, for the hint if one is missing."""
 
 VERBS = {
-    "demo": ("demo:demo", "Train a small model on rows of the package, and show what it learned."),
+    "demo": (
+        "demo:demo",
+        "Train a small model, and show its labels before and after.",
+    ),
     "train": ("runs:train", "Fine-tune a model in PyTorch or MLX, with any method."),
     "run": ("runs:run", "Fine-tune with an exported program on this machine."),
     "replay": ("runs:replay", "Rebuild a zeroth-order run's adapter from its log."),
@@ -78,7 +81,7 @@ VERBS = {
     "push": ("phone:push", "Copy an artifact to the app on a phone."),
     "pull": ("phone:pull", "Copy the app's adapters from the phone."),
     "plan": ("plans:plan", "Show the memory a run needs, and whether it fits."),
-    "doctor": ("plans:doctor", "Check what is installed here, and what can train."),
+    "doctor": ("plans:doctor", "Check the packages installed here, and which methods can train."),
     "fleet": ("fleet:app", "Train one adapter on many devices, which send only numbers."),
     "config": ("configs:app", "Show the run file's schema, presets and defaults."),
     "runs": ("history:app", "List, show, compare, plot or remove the runs on this disk."),

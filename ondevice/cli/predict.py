@@ -11,6 +11,10 @@ import typer
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json, table
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ondevice.data.readers.files import check_source
+from ondevice.data.writing import check_suffix
+from ondevice.training.progress import RowProgress
+from ondevice.training.trained import find_trained
 
 SHOWN = 5
 """Rows that could not be predicted and are shown with their reason; `--json` lists all."""
@@ -60,9 +64,6 @@ def predict(
 
     Writes the file's columns and `prediction`; for labels also `probability`, and that of each label. After a
     kill or Ctrl-C the same command goes on."""
-    from ondevice.data.readers.files import check_source
-    from ondevice.data.writing import check_suffix
-
     file = one_of(first, data, "data")
     if file is None:
         raise ConfigError("no rows are given", expected="FILE, or --data FILE")
@@ -71,11 +72,8 @@ def predict(
     # Mistakes are reported before the frameworks are imported, which takes seconds.
     check_suffix(target)
     check_source(file)
-    from ondevice.training.trained import find_trained
-
     find_trained(source, model)
     from ondevice.api.predict_file import predict_file
-    from ondevice.training.progress import RowProgress
 
     options: dict[str, Any] = {"model": model, "revision": revision, "adapter": adapter}
     if dtype is not None:

@@ -1,4 +1,4 @@
-"""Ask llama.cpp itself, from the package `xllamacpp`, what it makes of a file.
+"""Ask llama.cpp itself, from the package `xllamacpp`, how it reads a file.
 
 It runs in a process of its own, whose program this module is, too: a file that llama.cpp cannot
 take may end that process, not this one.

@@ -98,7 +98,7 @@ def write(request: Request, folder: Path) -> Checked:
 
 
 def modelfile(tokenizer: Any, task: TrainedTask | None) -> tuple[str, list[str]]:
-    """Return the Modelfile, which frames a prompt as the training did, and notes on what it lacks."""
+    """Return the Modelfile, which frames a prompt as the training did, and notes on missing parts."""
     template, notes = _template(tokenizer, task)
     lines = [f"FROM ./{MODEL_NAME}"]
     if task is not None:

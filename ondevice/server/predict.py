@@ -9,12 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ondevice.api.evaluate import Opened
 from ondevice.api.predict import Predictor, collect, read_input
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.data.tasks.trained import TrainedTask, named_task_only, read_trained_task
-from ondevice.generation.generator import generator_of
 from ondevice.nn.adapters import adapted
 from ondevice.server import interrupt
 from ondevice.server.generate import hold
@@ -22,7 +20,7 @@ from ondevice.training.trained import check_base
 
 
 class NoTaskError(ArtifactError):
-    """What is asked does not record what it was trained to do."""
+    """The model or the adapter does not record its task."""
 
 
 def task_of(folder: Path | None, name: str, task: str | None = None) -> TrainedTask:
@@ -44,7 +42,7 @@ def task_of(folder: Path | None, name: str, task: str | None = None) -> TrainedT
         record = named_task_only(task)
     if record is None:
         raise NoTaskError(
-            f"{name} does not record what it was trained to do",
+            f"{name} does not record its task",
             expected="a job of this version, or an upload with its ondevice_task.json",
             received="no record",
             hint="train again, or name its `task`: GET /v1/settings lists the tasks",
@@ -113,7 +111,7 @@ def predict(
         check_base(record, base, name)
         applied = adapted(loaded, load_adapter(Path(adapter)))
     with applied:
-        predictor = _predictor(loaded, record, max_new_tokens)
+        predictor = Predictor.of(loaded, record, max_new_tokens=max_new_tokens)
         asked = predictor.asked(records, source)
         done = []
         for row in predictor.predict(asked):
@@ -124,17 +122,6 @@ def predict(
     found = collect(record, asked, done, records, time.perf_counter() - began)
     data = [{"index": row.line - 1, **_fields(row)} for row in found]
     return {"format": record.format, "data": data, **found.summary()}
-
-
-def _predictor(loaded: Any, task: TrainedTask, max_new_tokens: int | None) -> Predictor:
-    from ondevice.methods.model_loss import ModelSession
-
-    generator = None
-    if not task.has_candidates:
-        generator = generator_of(loaded)
-        generator.end_tokens = task.end_ids(loaded.tokenizer) or generator.end_tokens
-    opened = Opened(ModelSession(loaded), loaded.tokenizer, loaded)
-    return Predictor(opened, task, generator, max_new_tokens=max_new_tokens)
 
 
 def _fields(row: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class TrainedSource:
         adapter: the adapter's folder; None if there is none.
         model: the adapter's base model, or the model or artifact itself.
         revision: of a base model on the hub.
-        task: what it was trained to do; None if nothing recorded it.
+        task: the recorded task; None if nothing recorded it.
     """
 
     kind: Literal["run", "adapter", "model", "artifact"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def test_a_path_of_rows_and_epochs_train_like_rows_in_memory() -> None:
     from_file = ondevice.train("tiny:llama", "rows.jsonl", epochs=0.5, **FAST)
     from_memory = ondevice.train("tiny:llama", ROWS, steps=3, **FAST)
     assert from_file.result.steps == 3 and losses(from_file.out) == losses(from_memory.out)
-    with pytest.raises(DataError, match=r"there is no .*none\.csv|none\.csv"):
+    with pytest.raises(DataError) as caught:
         ondevice.train("tiny:llama", "none.csv", **FAST)
+    assert re.search(r"there is no .*none\.csv|none\.csv", str(caught.value))
 
 
 def test_a_run_without_out_gets_a_new_folder_that_the_result_names() -> None:
@@ -55,8 +57,9 @@ def test_a_run_without_out_gets_a_new_folder_that_the_result_names() -> None:
     assert [str(result.out) for result in results] == ["runs/llama-1", "runs/llama-2"]
     assert all(result.adapter == result.out / "adapter" for result in results)
     assert "'runs/llama-2/adapter'" in repr(results[1])
-    with pytest.raises(ConfigError, match="which run goes on is not named"):
+    with pytest.raises(ConfigError) as caught:
         ondevice.train("tiny:llama", ROWS, steps=2, resume=True, **FAST)
+    assert re.search("which run goes on is not named", str(caught.value))
 
 
 def test_settings_change_a_run_that_is_made_already() -> None:

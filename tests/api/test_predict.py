@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +61,27 @@ def test_rows_need_no_labels_and_bad_rows_keep_their_place(run: Path):
 
 def test_a_file_without_the_columns_is_refused(run: Path, tmp_path: Path):
     data = write_rows(tmp_path / "rows.jsonl", [{"Body": "a"}])
-    with pytest.raises(DataError, match="lacks the columns") as caught:
+    with pytest.raises(DataError) as caught:
         ondevice.predict(run, data)
+    assert re.search("lacks the columns", str(caught.value))
     assert (caught.value.expected, caught.value.received) == ("Ticket", "Body")
     renamed = ondevice.predict(run, data, columns={"text": "Body"})
     assert renamed[0].prediction == ondevice.predict(run, [{"Ticket": "a"}])[0].prediction
 
 
 def test_a_folder_without_a_task_is_refused(tmp_path: Path):
-    with pytest.raises(ArtifactError, match="nothing trained in"):
+    with pytest.raises(ArtifactError) as caught:
         ondevice.predict(tmp_path, ROWS)
-    with pytest.raises(ArtifactError, match="does not record"):
+    assert re.search("nothing trained in", str(caught.value))
+    with pytest.raises(ArtifactError) as caught:
         ondevice.predict("tiny:llama", ROWS)
+    assert re.search("does not record", str(caught.value))
     rows = [{"sentence": "nice"}]
     assert ondevice.predict("tiny:llama", rows, task="sst2")[0].prediction in ("great", "terrible")
 
 
 def test_an_adapter_of_another_base_model_is_refused(run: Path):
-    with pytest.raises(ArtifactError, match="trained on another model") as caught:
+    with pytest.raises(ArtifactError) as caught:
         ondevice.predict(run, ROWS, model="tiny:qwen2")
+    assert re.search("trained on another model", str(caught.value))
     assert "SHA-256" in str(caught.value) and "--model tiny:llama" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ def test_a_gguf_file_without_a_record_has_none_and_a_damaged_one_is_refused(
     convert(case.adapter, "gguf-lora", tmp_path / "out.gguf", model=str(case.model))
     assert read_task(tmp_path / "out.gguf") is None
     monkeypatch.setattr(Metadata, "optional", lambda self, key: "[1" if key == GGUF_KEY else "a")
-    with pytest.raises(ArtifactError, match=GGUF_KEY):
+    with pytest.raises(ArtifactError) as caught:
         read_task(tmp_path / "out.gguf")
+    assert re.search(GGUF_KEY, str(caught.value))
 
 
 def test_the_end_that_was_trained_stops_every_reader(

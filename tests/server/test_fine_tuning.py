@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,14 @@ def test_a_file_becomes_a_job_and_the_job_a_model_that_answers(client, tmp_path)
     assert again.hyperparameters.learning_rate_multiplier == 2.0
     client.fine_tuning.jobs.cancel(again.id)
     assert ended(client, again.id).status == "cancelled"
-    with pytest.raises(openai.ConflictError, match=r"done|succeeded"):
+    with pytest.raises(openai.ConflictError) as caught:
         client.fine_tuning.jobs.cancel(job.id)
+    assert re.search(r"done|succeeded", str(caught.value))
     deleted = client.files.delete(file.id)
     assert deleted.deleted and deleted.id == file.id
-    with pytest.raises(openai.NotFoundError, match="no such file"):
+    with pytest.raises(openai.NotFoundError) as caught:
         client.files.retrieve(file.id)
+    assert re.search("no such file", str(caught.value))
 
 
 def test_wrong_lines_are_named_at_once(client, tmp_path) -> None:
@@ -115,8 +118,9 @@ def test_wrong_lines_are_named_at_once(client, tmp_path) -> None:
     lines[5] = "{not json"
     path.write_text("\n".join(lines), encoding="utf-8")
     before = len(list(client.files.list()))
-    with pytest.raises(openai.UnprocessableEntityError, match=r"rows\.jsonl, line 3") as caught:
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
         client.files.create(file=path, purpose="fine-tune")
+    assert re.search(r"rows\.jsonl, line 3", str(caught.value))
     assert [problem["line"] for problem in caught.value.body["problems"]] == [3, 6]
     assert "received: 2 bad rows" in caught.value.message
     assert len(list(client.files.list())) == before
@@ -131,8 +135,9 @@ def test_wrong_lines_are_named_at_once(client, tmp_path) -> None:
 def test_other_files_are_refused_in_words(client, served, file, purpose, words) -> None:
     uploads = served.daemon.store / "uploads"
     before = set(uploads.iterdir())
-    with pytest.raises(openai.UnprocessableEntityError, match=words):
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
         client.files.create(file=file, purpose=purpose)
+    assert re.search(words, str(caught.value))
     assert set(uploads.iterdir()) == before
 
 
@@ -160,8 +165,9 @@ def test_paths_that_are_missing_say_what_to_use(client) -> None:
         "predict": lambda: client.embeddings.create(model=MODEL, input="a"),
     }
     for instead, call in calls.items():
-        with pytest.raises(openai.NotFoundError, match="is not supported here") as caught:
+        with pytest.raises(openai.NotFoundError) as caught:
             call()
+        assert re.search("is not supported here", str(caught.value))
         assert f"POST /v1/{instead}" in caught.value.message
         assert caught.value.code == "not_supported"
 
@@ -179,8 +185,9 @@ def test_files_and_jobs_need_the_token_of_the_daemon(tmp_path, warm: Warm) -> No
             stranger.files.list,
             stranger.fine_tuning.jobs.list,
         ):
-            with pytest.raises(openai.AuthenticationError, match="unknown token"):
+            with pytest.raises(openai.AuthenticationError) as caught:
                 call()
+            assert re.search("unknown token", str(caught.value))
         assert list((tmp_path / "store" / "uploads").iterdir()) == []
         friend = openai.OpenAI(api_key=token, **asked)
         assert friend.files.create(file=path, purpose="fine-tune").status == "processed"

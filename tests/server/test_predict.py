@@ -66,7 +66,7 @@ def test_rows_that_cannot_be_predicted_say_why_and_the_others_are(served) -> Non
 
 @pytest.mark.parametrize(("values", "status", "words"), [
     ({"model": "no-such"}, 404, "no such model"),
-    ({"model": "tiny:llama"}, 409, "does not record what it was trained to do"),
+    ({"model": "tiny:llama"}, 409, "does not record its task"),
     ({"rows": []}, 422, "at least 1"),
     ({"rows": ["a"] * 1001}, 422, "at most 1000"),
     ({"rows": ["a" * 100_001]}, 422, "rows"),

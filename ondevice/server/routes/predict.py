@@ -47,7 +47,7 @@ def _shown(task: TrainedTask) -> dict[str, Any]:
 async def predict_rows(daemon: Serving, body: schemas.PredictRequest, request: Request) -> Response:
     """Predict rows, which need no labels, by the functions of `ondevice predict`.
 
-    409 if the model does not fit next to a job, or does not record what it was trained to do. A
+    409 if the model does not fit next to a job, or does not record its task. A
     body has at most 1 MiB. If the client disconnects, the work ends at the next row.
     """
     parts = await daemon.pools.questions.run(_begin, daemon, body)
