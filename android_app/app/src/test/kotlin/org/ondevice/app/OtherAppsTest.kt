@@ -25,6 +25,7 @@ import java.io.ByteArrayInputStream
 import java.io.File
 import java.io.InputStream
 import java.util.concurrent.CountDownLatch
+import java.util.concurrent.atomic.AtomicInteger
 
 /** What other apps can do to this one: by intents to its only exported component, and by providers that it reads. */
 @Config(sdk = [26, 34], qualifiers = AppTest.PHONE)
@@ -38,8 +39,12 @@ class OtherAppsTest : AppTest() {
         until("the other apps' threads to end") { Foreign.SENT.availablePermits() == 4 && Foreign.PICKED.availablePermits() == 8 }
     }
 
+    /** Calls that hang. A thread has its permit before it calls, and gives it back if it is cancelled in between. */
+    private val hanging = AtomicInteger()
+
     /** As a call into another process: nothing here ends it. */
     private fun hang() {
+        hanging.incrementAndGet()
         while (true) {
             try {
                 return released.await()
@@ -185,7 +190,7 @@ class OtherAppsTest : AppTest() {
         open(MainActivity.FLEET)
         for (number in 1..4) {
             controller.newIntent(sends(lends("content://mail/$number") { Slow(0) }))
-            until("thread $number") { Foreign.SENT.availablePermits() == 4 - number }
+            until("thread $number") { hanging.get() == number && Foreign.SENT.availablePermits() == 4 - number }
         }
         controller.newIntent(sends(lends("content://mail/5") { Slow(0) }))
         untilSaid("still owe this app an answer")
