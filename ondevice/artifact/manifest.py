@@ -14,6 +14,7 @@ from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import SCHEMA_VERSION, Manifest
 from ondevice.core.untrusted import inside, read_object
+from ondevice.core.wrong_values import problems_of
 
 MANIFEST_NAME = "manifest.json"
 
@@ -58,10 +59,12 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     try:
         manifest = Manifest.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        first = problems_of(error.errors(), values)[0]
         raise ArtifactError(
-            f"{path}: field '{field}': {first['msg']}", hint="export the artifact again"
+            f"{path}: {first.headline}",
+            expected=first.expected,
+            received=first.received,
+            hint="export the artifact again",
         ) from None
     _check_places(manifest, Path(folder))
     if check_files:

@@ -111,7 +111,8 @@ class StrictConfig(Documented, Section):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise explain(error, type(self), type(self).__name__, None, SCHEMA_HINT) from None
+            name = type(self).__name__
+            raise explain(error, type(self), values, name, None, SCHEMA_HINT) from None
 
     def with_answers(self, find: FindAnswers) -> Self:
         """Return a method's settings with the answers that its loss is over; see `AnswerLossConfig`."""
@@ -141,7 +142,7 @@ class StrictConfig(Documented, Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise explain(error, cls, where, elsewhere, hint) from None
+            raise explain(error, cls, values, where, elsewhere, hint) from None
 
 
 LossOver = Literal["auto", "answers", "vocabulary"]

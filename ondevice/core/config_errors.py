@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ondevice.core.errors import ConfigError
+from ondevice.core.flags import Flag
 from ondevice.core.near import nearest
+from ondevice.core.wrong_values import MOST_LETTERS, UNKNOWN, problems_of, shortened
 
-MOST_PROBLEMS, MOST_LETTERS = 20, 300
-"""Of an error: a document from outside may have thousands of unknown keys, or one of a million letters."""
+MOST_PROBLEMS = 20
+"""Of an error: a document from outside may have thousands of unknown keys."""
 
 
 class Section(BaseModel):
@@ -28,30 +31,41 @@ class Section(BaseModel):
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None,
-    hint: str,
+    error: ValidationError, model: type[BaseModel], document: Any, where: str,
+    elsewhere: Callable[[], dict[str, set[str]]] | None, hint: str,
 ) -> ConfigError:  # fmt: skip
     """Return pydantic's error in words that name each key by its place in a run file; see `StrictConfig.parse`."""
-    found = error.errors()
     problems = []
-    first = found[0]
-    for item in found[:MOST_PROBLEMS]:
-        path = ".".join(str(part) for part in item["loc"])[:MOST_LETTERS]
-        if old := _old_key(model, item["loc"], item["input"]):
-            problems.append(f"{where}: {old}")
-        elif item["type"] == "extra_forbidden":
+    for problem in problems_of(error.errors(), document):
+        if old := _old_key(model, problem.loc, problem.value):
+            message = old
+            problem = replace(problem, expected=None, received=shortened(repr(problem.value)))
+        elif problem.kind in UNKNOWN:
             # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
             keys = _all_keys(model)
-            key = str(item["loc"][-1])[:MOST_LETTERS]
+            key = str(problem.loc[-1])[:MOST_LETTERS]
             for name, owners in (elsewhere() if elsewhere else {}).items():
                 keys.setdefault(name, set()).update(owners)
-            right = _right_name(model, item["loc"], key, keys)
-            problems.append(f"{where}: unknown key '{path}'{right}")
+            message = problem.message + _right_name(model, problem.loc, key, keys)
         else:
-            problems.append(f"{where}: '{path}': {item['msg']} (received {_short(item['input'])})")
-    if len(found) > MOST_PROBLEMS:
-        problems.append(f"and {len(found) - MOST_PROBLEMS} more")
-    return ConfigError("; ".join(problems), received=_short(first["input"]), hint=hint)
+            message = problem.message + _flag_of(model, problem.loc)
+        problems.append(replace(problem, message=message))
+    if len(problems) == 1:
+        only = problems[0]
+        message = f"{where}: {only.headline}"
+        return ConfigError(message, expected=only.expected, received=only.received, hint=hint)
+    texts = [str(problem) for problem in problems[:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        texts.append(f"and {len(problems) - MOST_PROBLEMS} more")
+    return ConfigError(f"{where}: {'; '.join(texts)}", hint=hint)
+
+
+def _flag_of(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """Name the flag of the setting at `loc`, a place in pydantic's words; "" if it has none."""
+    place = _section(model, loc[:-1]) if loc else None
+    field = place[0].model_fields.get(str(loc[-1])) if place else None
+    names = [flag.name for flag in (field.metadata if field else []) if isinstance(flag, Flag)]
+    return f" ({names[0]})" if names else ""
 
 
 def _right_name(
@@ -85,13 +99,6 @@ def _right_name(
     if not names or is_section or f"{section}.{near}" in names:
         names = [near]
     return f", did you mean '{names[0]}'?"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    if len(text) <= MOST_LETTERS:
-        return text
-    return f"{text[:MOST_LETTERS]}..."
 
 
 def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
