@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.server.fleets import Progress
-from ondevice.server.security import Tries, ensure_guarded, is_loopback, needs_token
+from ondevice.server.security import ensure_guarded, is_loopback, needs_token
 from ondevice.server.service import notify, start_log, watchdog_s
 from ondevice.server.store import default_store
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ondevice.server.app import Guard
     from ondevice.server.daemon import Daemon
+    from ondevice.server.guard import Guard
 
 HOST = "127.0.0.1"
 PORT = 8765
@@ -138,7 +138,7 @@ def serve(
 
 def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
     """Build the application behind its guard; it starts and stops the daemon."""
-    from ondevice.server.app import Guard, create_app
+    from ondevice.server.app import create_guarded
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -152,11 +152,7 @@ def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
             beat.cancel()
             await asyncio.to_thread(daemon.stop)
 
-    app = create_app(daemon, life)
-    app.state.tries = Tries()
-    app.state.tls = tls
-    app.state.host = host
-    return Guard(app, daemon, host, tls, app.state.tries)
+    return create_guarded(daemon, host, tls, life)
 
 
 def missing(error: ImportError) -> MissingPackageError:

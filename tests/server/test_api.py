@@ -22,7 +22,8 @@ schemathesis = pytest.importorskip("schemathesis", reason="a development package
 from schemathesis import checks  # noqa: E402
 from starlette.requests import Request  # noqa: E402
 
-from ondevice.server.app import _ours, create_app  # noqa: E402
+from ondevice.server.app import create_app  # noqa: E402
+from ondevice.server.refusals import refuse_error  # noqa: E402
 from ondevice.server.routes import json_response  # noqa: E402
 
 CHECKS = (
@@ -101,7 +102,7 @@ def test_the_committed_document_is_what_the_daemon_says(served, root: Path) -> N
 
 def test_a_full_disk_is_told_as_one() -> None:
     request = Request({"type": "http", "path": "/v1/uploads", "headers": []})
-    answer = asyncio.run(_ours(request, StorageError("the disk is full")))
+    answer = asyncio.run(refuse_error(request, StorageError("the disk is full")))
     assert answer.status_code == 507 and json.loads(answer.body)["message"] == "the disk is full"
 
 

@@ -17,7 +17,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.server.app import CSP, PAGE
+from ondevice.server.app import PAGE
+from ondevice.server.guard import CSP
 from ondevice.server.security import create_token
 from ondevice.server.store import Store
 from tests.server.running import DaemonProcess, rows

@@ -17,8 +17,8 @@ from urllib.parse import urlencode
 import pytest
 
 from ondevice.server import security
-from ondevice.server.app import BODY_BYTES, CSP
 from ondevice.server.client import RefusedError
+from ondevice.server.guard import BODY_BYTES, CSP
 from ondevice.server.store import Store
 from ondevice.server.uploads import PART_BYTES
 from tests.server.running import DaemonProcess, refused, rows

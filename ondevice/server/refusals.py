@@ -1,0 +1,114 @@
+"""Errors as responses: the status of each kind, and a body in the format of the path's clients."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from ondevice.core.errors import (
+    ArtifactError,
+    BusyError,
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    MissingPackageError,
+    ModelError,
+    OndeviceError,
+    StorageError,
+    TrainingError,
+)
+from ondevice.server.openai import error_fields, error_for
+from ondevice.server.predict import NoTaskError
+from ondevice.server.routes import json_response, refused
+from ondevice.server.store import MissingError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_log = logging.getLogger(__name__)
+STATUS: dict[type[OndeviceError], int] = {
+    MissingError: 404,
+    BusyError: 409,
+    NoTaskError: 409,
+    ConfigError: 422,
+    DataError: 422,
+    ModelError: 422,
+    ArtifactError: 422,
+    DoesNotFitError: 422,
+    MissingPackageError: 422,
+    TrainingError: 422,
+    StorageError: 507,
+}
+"""HTTP status of each error; 400 for all others. Each message says what to try."""
+MESSAGES = {
+    404: "no such path",
+    405: "this method is not allowed here",
+    413: "the body is too large",
+    503: "too many large requests at once; try again in a minute",
+}
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make every exception of a route a response."""
+    app.add_exception_handler(OndeviceError, refuse_error)
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(HTTPException, refuse_request)
+    app.add_exception_handler(Exception, report_bug)
+
+
+async def refuse_error(request: Request, error: Exception) -> Response:
+    """Refuse a request with an error that says what to try."""
+    if not isinstance(error, OndeviceError):
+        raise error
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
+    return error_response(request, status, error_fields(error))
+
+
+def error_response(request: Request, status: int, values: dict[str, Any]) -> Response:
+    """Build the response to an error, in the format that the path's clients read."""
+    return json_response(status, error_for(request.url.path, status, values))
+
+
+async def refuse_body(request: Request, error: Exception) -> Response:
+    """Refuse a body or a parameter that the schema excludes."""
+    first = {}
+    if isinstance(error, RequestValidationError) and error.errors():
+        first = error.errors()[0]
+    place = ".".join(str(part) for part in first.get("loc", ()))
+    received = first.get("input")
+    text = received
+    if not isinstance(received, int | float | bool | type(None)):
+        text = str(received)[:200]
+    values = {
+        "error": "ConfigError",
+        "message": f"'{place}': {first.get('msg', 'cannot be read')}",
+        "expected": str(first.get("msg", "")),
+        "received": text if not isinstance(text, float) else str(text),
+        "hint": "GET /v1/openapi.json describes every field",
+    }
+    return error_response(request, 422, values)
+
+
+async def refuse_request(request: Request, error: Exception) -> Response:
+    """Refuse a request that no route takes."""
+    status = 500
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    headers = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+    message = MESSAGES.get(status, "the request was refused")
+    return refused(status, message, headers=headers, path=request.url.path)
+
+
+async def report_bug(request: Request, error: Exception) -> Response:
+    """Report an error of ours, whose traceback goes to the log."""
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = "an internal error; the daemon's log has the details"
+    values = {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None}
+    return error_response(request, 500, values)

@@ -1,0 +1,171 @@
+"""Models, exported programs, data sets with their previews, and uploads."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from ondevice.core.config import Documented
+from ondevice.server.jobs import TASK_NAME
+from ondevice.server.schemas.common import ResponseBody, RowProblem
+
+
+class Model(ResponseBody):
+    """A model for jobs, or an adapter or artifact that can generate."""
+
+    id: str
+    kind: Literal["folder", "package", "random", "adapter", "artifact"]
+    bytes: int
+    object: Literal["model"] = "model"
+    created: int = 0
+    """Seconds since 1970; 0 if unknown."""
+    owned_by: str = "ondevice"
+    base_model: str | None = None
+    """Of an adapter."""
+    model_type: str | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    vocab_size: int | None = None
+
+
+class ModelList(ResponseBody):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+    has_more: bool = False
+    """Whether entries follow; `after` with the last id of `data` asks for them."""
+
+
+class Artifact(ResponseBody):
+    """An exported program that a job can use."""
+
+    id: str
+    target: str
+    runtime: str
+    method: str
+    model: str
+    bytes: int
+
+
+class Settings(ResponseBody):
+    """GET /v1/settings."""
+
+    run_file: dict[str, Any]
+    """JSON schema of a run file: sections, and keys with types, limits, defaults and meanings."""
+    tasks: list[str]
+    """Prompt templates for `data.task`."""
+
+
+class Dataset(ResponseBody):
+    """Rows in the store."""
+
+    id: str
+    name: str
+    format: str
+    rows: int
+    bytes: int
+    sha256: str
+    problems: list[RowProblem]
+    """The first hundred rows that were left out."""
+    task: str | None = None
+    """The prompt template of the upload, for jobs that name none."""
+    columns: dict[str, str] | None = None
+    """The file's columns of the format's fields, likewise."""
+    created_s: float
+
+
+class Segment(ResponseBody):
+    """A segment of a decoded example."""
+
+    text: str
+    trained: bool
+    """True if its tokens are trained on."""
+
+
+class MethodRequest(Documented):
+    """The body of POST /v1/method."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=200)
+    """A model of GET /v1/models, or a hub id."""
+
+
+class Chosen(ResponseBody):
+    """The method for a job that names none, and the reason."""
+
+    method: str
+    said: str
+
+
+class PreviewRequest(Documented):
+    """The body of POST /v1/datasets/ID/preview. A model or an artifact reads the rows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(default=None, max_length=200)
+    """A model of GET /v1/models, or a hub id."""
+    artifact: str | None = Field(default=None, max_length=200)
+    """An artifact, instead of a model."""
+    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
+    """A prompt template of the tasks."""
+    max_length_tokens: int | None = Field(default=None, ge=8, le=65536)
+    """By default, chosen for the rows."""
+    column: list[str] | None = Field(default=None, max_length=40)
+    """Entries of the form field=column."""
+    train_on_prompt: bool = False
+    strict_columns: bool = False
+    """Refuse rows with a column or key that nothing reads."""
+    rows: int = Field(default=3, ge=0, le=50)
+    """Examples to decode."""
+
+
+class PreviewResponse(ResponseBody):
+    """GET /v1/datasets/ID/preview."""
+
+    file: str
+    format: str
+    task: str | None
+    template: str
+    rows: int
+    sequences: int
+    max_length_tokens: int
+    truncated: int
+    too_long: int
+    lengths_tokens: dict[str, int]
+    trained_tokens: int
+    suggested_max_length_tokens: int | None
+    labels: dict[str, int]
+    examples: list[list[Segment]]
+    problems: list[RowProblem]
+    example_names: list[str]
+    """Role of each example of preferences: chosen, rejected, thumbs up, thumbs down."""
+
+    notes: list[str]
+    """How the file was read: separator, sheet, columns, length, conversations, ends of replies."""
+
+    unread: dict[str, int]
+    """Columns and keys of turns that nothing reads, with the number of rows or turns."""
+
+    example_unread: list[list[str]]
+    """The parts of each example's row that nothing reads."""
+
+
+class Upload(ResponseBody):
+    """An unfinished upload."""
+
+    id: str
+    kind: Literal["dataset", "model", "artifact", "adapter"]
+    name: str
+    bytes: int
+    received_bytes: int
+    created_s: float
+
+
+class Placed(ResponseBody):
+    """The thing in the store that a finished upload has become."""
+
+    kind: Literal["dataset", "model", "artifact", "adapter"]
+    id: str
