@@ -90,7 +90,7 @@ class Generator:
             same += 1
         same = self.model.rewind(same)
         self._read = ids[:same]
-        return draw(self._feed, ids[same:], self.end_tokens, **options)
+        return draw(self._feed, ids[same:], self.end_tokens, prompt=ids, **options)
 
     def stream(
         self, prompt: str | Messages | tuple[int, ...], *, max_new_tokens: int = 64, temperature: float = 0.0,

@@ -254,14 +254,14 @@ def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None
 
 
 def test_top_p_keeps_what_reaches_it() -> None:
-    from ondevice.generation.sample import _draw
+    from ondevice.generation.sample import Sampling, _draw
 
     logits = torch.log(torch.tensor([0.5, 0.3, 0.2]))
     drawn = torch.Generator().manual_seed(0)
-    assert {_draw(logits, 0.6, drawn) for _ in range(200)} == {0, 1}
-    assert {_draw(logits, 0.5, drawn) for _ in range(50)} == {0}
+    assert {_draw(logits, Sampling(top_p=0.6), drawn) for _ in range(200)} == {0, 1}
+    assert {_draw(logits, Sampling(top_p=0.5), drawn) for _ in range(50)} == {0}
     counts = (
-        torch.bincount(torch.tensor([_draw(logits, 1.0, drawn) for _ in range(2000)]), minlength=3)
+        torch.bincount(torch.tensor([_draw(logits, Sampling(), drawn) for _ in range(2000)]), minlength=3)
         / 2000
     )
     torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2]), atol=0.05, rtol=0)
