@@ -261,7 +261,9 @@ def test_top_p_keeps_what_reaches_it() -> None:
     assert {_draw(logits, Sampling(top_p=0.6), drawn) for _ in range(200)} == {0, 1}
     assert {_draw(logits, Sampling(top_p=0.5), drawn) for _ in range(50)} == {0}
     counts = (
-        torch.bincount(torch.tensor([_draw(logits, Sampling(), drawn) for _ in range(2000)]), minlength=3)
+        torch.bincount(
+            torch.tensor([_draw(logits, Sampling(), drawn) for _ in range(2000)]), minlength=3
+        )
         / 2000
     )
     torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2]), atol=0.05, rtol=0)
