@@ -77,9 +77,9 @@ def main(out: Path) -> None:
 
     # The same model, before and after, in either runtime.
     valid = ROWS / "reviews_valid.jsonl"
-    before = ondevice.evaluate(out / "artifact", valid, rows=8)
-    after = ondevice.evaluate(out / "artifact", valid, rows=8, adapter=run.adapter)
-    eager = ondevice.evaluate(MODEL, valid, task=TASK, rows=8, adapter=run.adapter)
+    before = ondevice.evaluate(out / "artifact", valid, most_rows=8)
+    after = ondevice.evaluate(out / "artifact", valid, most_rows=8, adapter=run.adapter)
+    eager = ondevice.evaluate(MODEL, valid, task=TASK, most_rows=8, adapter=run.adapter)
     print(
         f"evaluation: loss {before.loss:.4f} -> {after.loss:.4f} in ExecuTorch, {eager.loss:.4f} in PyTorch"
     )

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ondevice.api.benchmark import benchmark
-    from ondevice.api.evaluate import evaluate, replay
+    from ondevice.api.evaluate import evaluate
     from ondevice.api.export import export, export_each
     from ondevice.api.open import open_artifact
     from ondevice.api.plan import plan
     from ondevice.api.predict import predict
+    from ondevice.api.replay import replay
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import run_artifact, train
     from ondevice.api.verify import verify
@@ -60,7 +61,7 @@ _WHERE = {
     "predict": "api.predict",
     "read_dataset": "data",
     "read_manifest": "artifact.manifest",
-    "replay": "api.evaluate",
+    "replay": "api.replay",
     "run_artifact": "api.train",
     "save_adapter": "artifact.adapter",
     "train": "api.train",

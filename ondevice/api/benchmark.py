@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ondevice.api.evaluate import Opened, open_source
+from ondevice.api.opened import Opened, open_source
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.data.tasks.benchmarks import (
     BENCHMARKS,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.api.evaluate import open_source
+from ondevice.api.opened import open_source
 from ondevice.api.predict import Predictions, Predictor, collect, read_input
 from ondevice.api.runfile import RunConfig
 from ondevice.api.train import train

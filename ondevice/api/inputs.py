@@ -1,4 +1,4 @@
-"""What `train`, `plan` and `evaluate` take from Python: a model or its source, rows, settings."""
+"""What `train`, `plan`, `evaluate` and `predict` take from Python: models, rows, settings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.readers.objects import PythonRows, take_rows
 from ondevice.models import LoadedModel
 from ondevice.models.sources.memory import wrap_model
+from ondevice.nn.adapters import without_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    Model: TypeAlias = str | Path | LoadedModel | PreTrainedModel
-    """A model's source, a model of `load_model`, or one of transformers."""
+    Model: TypeAlias = str | os.PathLike[str] | LoadedModel | PreTrainedModel
+    """A model's source, a run, a model of `load_model`, or one of transformers."""
     Run: TypeAlias = RunConfig | Mapping[str, Any]
     """A run, or its settings by dotted key; a run file's path is a `str` or a `Path`."""
 
-Rows: TypeAlias = str | Path | Iterable[Any]
+Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 """A path or a data set's name; or dictionaries, texts, a `datasets.Dataset`, a DataFrame, a DataLoader."""
 RUNS = Path("runs")
 """Folder of the runs that name none."""
@@ -82,7 +83,7 @@ def read_inputs(
             file = Path(first)
         else:
             is_run = False
-            values.setdefault("model.source", str(first))
+            values.setdefault("model.source", os.fspath(first))
     elif first is not None:
         if not hasattr(first, "config") and not isinstance(first, LoadedModel):
             raise _wrong_run(first)
@@ -92,9 +93,9 @@ def read_inputs(
         raise _wrong_run(first)
     loaded = None
     if isinstance(model, str | os.PathLike):
-        values["model.source"] = str(model)
+        values["model.source"] = os.fspath(model)
     elif model is not None:
-        loaded = wrap_model(model, tokenizer or _tokenizer_of(model))
+        loaded = in_memory(model, tokenizer)
         own = {
             "model.source": loaded.source.source,
             "model.dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -145,7 +146,7 @@ def _rows(
     if rows is None:
         return None, values
     if isinstance(rows, str | os.PathLike):
-        return None, {**values, key: str(rows)}
+        return None, {**values, key: os.fspath(rows)}
     if isinstance(rows, int) and key == "data.eval_path":
         raise DataError(
             "eval_rows are rows, not a number of them",
@@ -154,6 +155,38 @@ def _rows(
             hint='**{"train.eval_rows": 50} evaluates the first 50',
         )
     return take_rows(rows), values
+
+
+def in_memory(model: Any, tokenizer: Any = None) -> LoadedModel:
+    """Return a model in memory with its tokenizer; an adapter in it is none of its weights.
+
+    Args:
+        model: of transformers, or of `load_model`.
+        tokenizer: by default the one of the model's `name_or_path`.
+
+    Raises:
+        ConfigError, ModelError: as `wrap_model`.
+    """
+    if isinstance(model, LoadedModel) or not hasattr(model, "named_modules"):
+        return wrap_model(model, tokenizer)
+    with without_adapter(model):
+        return wrap_model(model, tokenizer or _tokenizer_of(model))
+
+
+def texts_of(rows: Rows) -> PythonRows:
+    """Take rows of texts from Python.
+
+    Raises:
+        DataError: the type is another one, there are none, or they are token ids.
+    """
+    taken = take_rows(rows)
+    if taken.tokenized:
+        raise DataError(
+            "rows of token ids are only trained on",
+            expected="rows of texts, with the columns of the training",
+            received="input_ids",
+        )
+    return taken
 
 
 def _tokenizer_of(model: Any) -> Any:

@@ -6,8 +6,10 @@ numbers by which an evaluation picks the label.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ondevice.api.chat import generator_of_artifact
-from ondevice.api.evaluate import Opened, open_loaded, open_source
+from ondevice.api.inputs import Rows, in_memory, texts_of
+from ondevice.api.opened import Opened, open_loaded, open_source, opened_in_memory
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.core.untrusted import parse_row
@@ -31,6 +34,9 @@ from ondevice.training.evaluate import evaluate_dataset
 from ondevice.training.trained import adapter_folder, find_trained, task_of_adapter
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from ondevice.api.inputs import Model
     from ondevice.models import LoadedModel
 
 ROWS_AT_ONCE = 16
@@ -307,11 +313,12 @@ class Asked:
 
 
 def predict(
-    source: str | Path,
-    rows: Any,
+    source: Model,
+    rows: Rows,
     *,
-    model: str | None = None,
-    adapter: str | Path | None = None,
+    model: Model | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
     task: str | None = None,
     columns: Mapping[str, str] | None = None,
     max_new_tokens: int | None = None,
@@ -322,10 +329,13 @@ def predict(
     """Predict rows, which need no labels, as the training asked for them.
 
     Args:
-        source: a run's folder, an adapter, a model's folder or an artifact.
-        rows: a file's path; or a list of dictionaries or texts, or a `datasets.Dataset`.
-        model: the base model of an adapter; by default the one that it names.
-        adapter: for a model or an artifact, the adapter to use.
+        source: a run, an adapter, a model's folder, an artifact, or a model in memory that was
+            trained here.
+        rows: a file's path; or dictionaries or texts, a `datasets.Dataset` or a DataFrame.
+        model: the base model of an adapter, or its source; by default the one that it names.
+        adapter: a run or an adapter, for a model or an artifact. A model in memory computes with it
+            here in place of its own, and is left as it was.
+        tokenizer: of a model of transformers; by default the one of the model's `name_or_path`.
         task: only for what has no record of its task: a task's name or a template's path.
         columns: {field: column}, if the columns are not named as in the training.
         max_new_tokens: most tokens of a generated answer.
@@ -338,31 +348,55 @@ def predict(
         DataError: there are no rows, or none has the columns of the task.
     """
     started = time.perf_counter()
-    records, name = read_input(rows)
-    predictor = open_predictor(
-        source, model=model, adapter=adapter, task=task, columns=columns,
-        max_new_tokens=max_new_tokens, dtype=dtype, device=device,
-    )  # fmt: skip
-    if not isinstance(rows, (str, Path)):
-        records = [
-            predictor.record(row) if isinstance(row, str) else record
-            for row, record in zip(rows, records, strict=True)
-        ]
-    asked = predictor.asked(records, name)
-    done: list[PredictedRow] = []
-    for row in predictor.predict(asked):
-        done.append(row)
-        if on_row is not None:
-            on_row(len(done), asked.count)
+    texts: dict[int, str] = {}
+    if _is_place(rows):
+        records, name = read_input(rows)
+    else:
+        taken = texts_of(rows)
+        records, name = list(taken.source().records), NAME
+        texts = {number: taken.records[number - 1]["text"] for number in taken.texts}
+    options: dict[str, Any] = {"task": task, "columns": columns, "max_new_tokens": max_new_tokens}
+    if _is_place(source) and (model is None or _is_place(model)):
+        base = None if model is None else os.fspath(model)
+        chosen = {"adapter": adapter, "dtype": dtype, "device": device, **options}
+        opened = nullcontext(open_predictor(source, model=base, **chosen))
+    elif _is_place(source):
+        opened = _in_memory(in_memory(model, tokenizer), adapter or source, **options)
+    else:
+        opened = _in_memory(in_memory(source, tokenizer), adapter, **options)
+    with opened as predictor:
+        for number, text in texts.items():
+            records[number - 1] = predictor.record(text)
+        asked = predictor.asked(records, name)
+        done: list[PredictedRow] = []
+        for row in predictor.predict(asked):
+            done.append(row)
+            if on_row is not None:
+                on_row(len(done), asked.count)
     return collect(predictor.task, asked, done, records, time.perf_counter() - started)
+
+
+def _is_place(source: Any) -> TypeIs[str | os.PathLike[str]]:
+    """Return whether a model, a run, an adapter or rows are named by their place."""
+    return isinstance(source, str | os.PathLike)
+
+
+@contextmanager
+def _in_memory(
+    loaded: LoadedModel, adapter: str | os.PathLike[str] | None, *,
+    task: str | None, columns: Mapping[str, str] | None, max_new_tokens: int | None,
+) -> Iterator[Predictor]:  # fmt: skip
+    """Open a model in memory; arguments and errors are those of `predict`."""
+    with opened_in_memory(loaded, adapter) as opened:
+        described = _described(opened.record, loaded.source.source, task, columns)
+        yield Predictor.of(loaded, described, max_new_tokens=max_new_tokens)
 
 
 def read_input(rows: Any) -> tuple[list[Record], str]:
     """Return the records of a path or of Python's rows, and their name in messages."""
-    if isinstance(rows, (str, Path)):
-        return list(read_records(rows).records), str(rows)
-    records = take_rows(rows).records
-    return [Record(number, record) for number, record in enumerate(records, 1)], NAME
+    if _is_place(rows):
+        return list(read_records(os.fspath(rows)).records), os.fspath(rows)
+    return list(take_rows(rows).source().records), NAME
 
 
 def collect(
@@ -390,10 +424,10 @@ def collect(
 
 
 def open_predictor(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     model: str | None = None,
-    adapter: str | Path | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     task: str | None = None,
     columns: Mapping[str, str] | None = None,
     max_new_tokens: int | None = None,
@@ -407,17 +441,29 @@ def open_predictor(
     record = trained.task
     if used is not None and used != trained.adapter:
         record = task_of_adapter(used) or record
+    described = _described(record, os.fspath(source), task, columns)
+    opened = open_source(trained.model, used, dtype, device, revision or trained.revision)
+    generator = None
+    if not described.has_candidates:
+        generator = _generator(opened, trained.model, used)
+    return Predictor(opened, described, generator, max_new_tokens=max_new_tokens)
+
+
+def _described(
+    record: TrainedTask | None, name: str, task: str | None, columns: Mapping[str, str] | None
+) -> TrainedTask:
+    """Return the recorded task, or the one that the caller names, with the file's columns.
+
+    Raises:
+        ArtifactError: `name` has no record, and none is named.
+    """
     if record is None and task is not None:
         record = named_task_only(task)
     if record is None:
-        raise no_task(str(source))
+        raise no_task(name)
     if columns:
         record = record.model_copy(update={"columns": {**record.columns, **columns}})
-    opened = open_source(trained.model, used, dtype, device, revision or trained.revision)
-    generator = None
-    if not record.has_candidates:
-        generator = _generator(opened, trained.model, used)
-    return Predictor(opened, record, generator, max_new_tokens=max_new_tokens)
+    return record
 
 
 def _generator(opened: Opened, model: str, adapter: Path | None) -> Generator | None:

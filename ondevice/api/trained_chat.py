@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.chat import open_chat, use_adapter
-from ondevice.api.evaluate import Opened
+from ondevice.api.opened import Opened
 from ondevice.api.predict import PredictedRow, Predictor, open_predictor
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.errors import ConfigError

@@ -38,7 +38,7 @@ def check(source: str, data: str, task: str | None, revision: str | None) -> str
 
 def evaluate_rows(source: str, data: Path, json: bool, **options: Any) -> None:
     """Evaluate rows, and print loss and accuracy."""
-    result = evaluate(source, data, **options)
+    result = evaluate(source, data, most_rows=options.pop("rows"), **options)
     figures = result.figures()
     if json:
         interval = {"accuracy_interval": result.accuracy_interval}

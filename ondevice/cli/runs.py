@@ -118,7 +118,7 @@ def replay(
     json: common.Json = False,
 ) -> None:
     """Rebuild a zeroth-order run's adapter from its log: the seed and one number per query."""
-    from ondevice.api.evaluate import replay as replay_run
+    from ondevice.api.replay import replay as replay_run
     from ondevice.artifact.adapter import save_adapter
 
     warnings: list[str] = []

@@ -199,6 +199,12 @@ class Session(ABC):
         """Write the trained model into an empty folder, as transformers loads it; for methods that train all of it."""
         raise ConfigError(f"method {self.config.name} trains an adapter and saves no model")
 
+    def release_model(self) -> None:
+        """Give a model that outlives the session its own layers back, with the trained weights.
+
+        An adapter is in none of its layers from then on. A second call does nothing.
+        """
+
     def close(self) -> None:
         """Release the program."""
 

@@ -61,8 +61,7 @@ def read_rows(
 def as_rows(rows: PythonRows, task: str | None, columns: Mapping[str, str] | None) -> Rows:
     """Turn records of texts into rows; arguments and errors are those of `read_rows`."""
     chosen = find_task(task) if task else None
-    records = (Record(number, record) for number, record in enumerate(rows.records, 1))
-    return rows_of(Source("json", records, list(rows.notes)), NAME, chosen, columns=columns)
+    return rows_of(rows.source(), NAME, chosen, columns=columns)
 
 
 def rows_of(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.expert_pairs import change_of
 from ondevice.core.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -19,6 +19,45 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 _log = logging.getLogger(__name__)
+
+
+def has_adapter(model: Any) -> bool:
+    """Return whether an adapter is next to some layers of a model."""
+    return any(isinstance(module, _lora_linear()) for module in model.modules())
+
+
+def take_out(model: Any) -> dict[str, Any]:
+    """Take the adapter out of a model; return its layers by full name, for `put_back`."""
+    kind = _lora_linear()
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            layers[name] = module
+    put_back(model, {name: layer.base for name, layer in layers.items()})
+    return layers
+
+
+def put_back(model: Any, layers: Mapping[str, Any]) -> None:
+    """Replace the layers of these full names."""
+    for name, layer in layers.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Take the adapter of a model out for the duration of a block."""
+    layers = take_out(model)
+    try:
+        yield
+    finally:
+        put_back(model, layers)
+
+
+def _lora_linear() -> Any:
+    from ondevice.nn.lora import LoRALinear
+
+    return LoRALinear
 
 
 def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
@@ -30,8 +69,7 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
         ArtifactError: a tensor of the adapter matches no linear layer of the model or has another
             shape, or the model has an adapter already.
     """
-    from ondevice.nn.lora import LoRALinear
-
+    lora_linear = _lora_linear()
     family = loaded.family
     dims = loaded.dims
     # Check every tensor first: a model with a part of an adapter is another model.
@@ -56,7 +94,7 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 received=f"A {a.shape}, B {b.shape}",
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        if linear.experts == 1 and isinstance(family.module(name), LoRALinear):
+        if linear.experts == 1 and isinstance(family.module(name), lora_linear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
     if adapter.base_model and adapter.base_model not in (
         loaded.source.source,
@@ -74,7 +112,7 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
             continue
         base = family.module(name)
         family.replace(
-            name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name))
+            name, lora_linear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name))
         )
 
 
@@ -122,14 +160,13 @@ def _held(loaded: LoadedModel, module: str, parameter: str) -> Tensor | None:
 
 def fuse_in_place(loaded: LoadedModel) -> int:
     """Replace every layer that has an adapter by one linear layer; return how many there were."""
-    from ondevice.nn.lora import LoRALinear
-
+    lora_linear = _lora_linear()
     family = loaded.family
     count = 0
     for linear in loaded.dims.linear_list:
         name = family.linear_name(linear.layer, linear.target)
-        module = family.module(name)
-        if isinstance(module, LoRALinear):
+        module: Any = family.module(name)
+        if isinstance(module, lora_linear):
             family.replace(name, module.fuse())
             count += 1
     return count

@@ -45,6 +45,7 @@ class OffloadEngine:
         ranks: those that train together. All make the same calls with the same batches; a step
             computes this rank's rows of its batch, and so does an evaluation.
         kernels: `liger` or `torch`, of the layers.
+        dtypes: of the parameters before, by name.
         overlap: of the last step whose end the next pass has seen; `spans` likewise.
     """
 
@@ -65,6 +66,7 @@ class OffloadEngine:
         self.kernels = "torch"
         if self.liger and patch_layers(family):
             self.kernels = "liger"
+        self.dtypes = {name: value.dtype for name, value in family.model.named_parameters()}
         self.units = cut(family)
         self.watch = Watch(config.timeout_s)
         self.timeline = Timeline(self.device)
@@ -206,6 +208,14 @@ class EngineSession(Session):
     def save_model(self, folder: Path) -> None:
         """Write the trained model as transformers loads it, with its tokenizer."""
         save_weights(folder, self.weights(), self.loaded)
+
+    def release_model(self) -> None:
+        """Give the model its weights back; of several ranks, none has them all."""
+        if not self.ranks.single:
+            return
+        weights = self.weights()
+        for name, parameter in self.loaded.model.named_parameters():
+            parameter.data = weights[name].to(self.engine.dtypes[name], copy=True)
 
     def make_model(self, folder: Path) -> None:
         """Make the model's folder before any rank writes into it, on rank 0; here it is all that is

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from ondevice.data.tasks.trained import (
 from ondevice.models import load_model, open_model
 from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import PACKAGE_PREFIX
+from ondevice.nn.adapters import apply_adapter, take_out
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -63,6 +65,7 @@ from ondevice.training.trained import (
     MODEL,
     check_base,
     is_in_memory,
+    remember_task,
     task_of_adapter,
 )
 from ondevice.training.usage import README_NAME, Kind, readme
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Dataset
     from ondevice.data.readers.objects import PythonRows
+    from ondevice.models import LoadedModel
 
 ORDINARY = "model-ordinary"
 """A run's folder for its weights in the ordinary architecture."""
@@ -124,12 +128,26 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     )
     if rows.stream is not None:
         rows.stream.label_tokens = frozenset(getattr(config.method, "answers", ()))
+    if options.loaded is not None:
+        take_out(options.loaded.model)
     session = open_session(options.resolved or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
-    trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
+    with _giving_back(session, options.loaded):
+        trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
     if placement.world > 1:
         require(session, Leading).finish(trained)
     return trained
+
+
+@contextmanager
+def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]:
+    """Give a model in memory its own layers back if the block fails."""
+    try:
+        yield
+    except BaseException:
+        if loaded is not None and session.adapter() is not None:
+            session.release_model()
+        raise
 
 
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
@@ -415,6 +433,12 @@ def fit(
                 (temporary / name).write_text(text, encoding="utf-8")
         if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
             ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
+    if options.loaded is not None:
+        session.release_model()
+        if trained is not None:
+            apply_adapter(options.loaded, trained)
+        if rows.task is not None:
+            remember_task(options.loaded.model, rows.task)
     session.close()
     if result.raised is not None:
         saved = result.checkpoint or "there was none"

@@ -25,6 +25,8 @@ FIGURES = (
 class Trained:
     """A finished or interrupted run and its files.
 
+    It stands for its folder: `ondevice.predict(run, rows)`, `ondevice.evaluate(run, rows)`.
+
     Attributes:
         result: losses, times, memory, evaluation.
         adapter: folder of the adapter after the last step, None for a full-parameter method.
@@ -62,6 +64,9 @@ class Trained:
         if out is not None:
             figure.savefig(path_of(out, "the picture"))
         return figure
+
+    def __fspath__(self) -> str:
+        return str(self.out)
 
     def __repr__(self) -> str:
         result = self.result

@@ -6,9 +6,11 @@ Everything that takes an adapter takes a run's folder as well, and follows the t
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from ondevice.artifact.adapter import CONFIG_NAME, is_mlx_lm
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
@@ -20,12 +22,16 @@ from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.gguf.task import read_task
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
 
+if TYPE_CHECKING:
+    from ondevice.models import LoadedModel
+
 ADAPTER = "adapter"
 BEST_ADAPTER = "adapter-best"
 MODEL = "model"
 """Folders in a run's."""
 _log = logging.getLogger(__name__)
 _MODEL_CONFIG = "config.json"
+_TASKS: WeakKeyDictionary[Any, TrainedTask] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class TrainedSource:
     task: TrainedTask | None = None
 
 
-def find_trained(source: str | Path, model: str | None = None) -> TrainedSource:
+def find_trained(source: str | os.PathLike[str], model: str | None = None) -> TrainedSource:
     """Return what `source` names: a run's folder, an adapter, a model or an artifact.
 
     A name that is no path on this disk is a model's, such as a hub id or `package:NAME`.
@@ -63,26 +69,28 @@ def find_trained(source: str | Path, model: str | None = None) -> TrainedSource:
     folder = path_of(source, "the trained model")
     if (folder / MANIFEST_NAME).is_file():
         return TrainedSource(
-            "artifact", str(source), None, str(folder), task=_artifact_task(folder)
+            "artifact", os.fspath(source), None, str(folder), task=_artifact_task(folder)
         )
     adapter = _inside(folder)
     if adapter is not None:
         kind: Literal["run", "adapter"] = "run"
         if adapter == folder:
             kind = "adapter"
-        return _with_base(kind, str(source), adapter, model)
+        return _with_base(kind, os.fspath(source), adapter, model)
     if (folder / MODEL / _MODEL_CONFIG).is_file():
         inner = folder / MODEL
-        return TrainedSource("run", str(source), None, str(inner), task=read_trained_task(inner))
+        return TrainedSource(
+            "run", os.fspath(source), None, str(inner), task=read_trained_task(inner)
+        )
     if not folder.is_dir() or (folder / _MODEL_CONFIG).is_file():
         task = None
         if folder.exists():
             task = read_task(folder)
-        return TrainedSource("model", str(source), None, str(source), task=task)
+        return TrainedSource("model", os.fspath(source), None, os.fspath(source), task=task)
     raise _nothing(folder)
 
 
-def adapter_folder(source: str | Path) -> Path:
+def adapter_folder(source: str | os.PathLike[str]) -> Path:
     """Return the folder of an adapter, which may be given as the run that trained it.
 
     Raises:
@@ -100,6 +108,19 @@ def task_of_adapter(adapter: Path | None) -> TrainedTask | None:
     if adapter is None:
         return None
     return read_trained_task(adapter_folder(adapter))
+
+
+def remember_task(model: Any, task: TrainedTask) -> None:
+    """Remember what a model in memory was trained to do, as long as it exists."""
+    _TASKS[model] = task
+
+
+def task_in_memory(loaded: LoadedModel) -> TrainedTask | None:
+    """Return what a model in memory was trained to do: by a run here, or as its folder records."""
+    folder = loaded.source.path
+    if loaded.model in _TASKS or folder is None:
+        return _TASKS.get(loaded.model)
+    return read_task(folder)
 
 
 def is_in_memory(model: SourceInfo | ModelInfo) -> bool:

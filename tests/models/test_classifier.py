@@ -79,7 +79,7 @@ def test_methods_that_train_all_parameters_agree(encoder: Path, data: Path, tmp_
     # What is written is transformers' own classifier, with the numbers of the evaluation.
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slideformer" / "model")
     assert model.config.num_labels == 3
-    again = evaluate(tmp_path / "slideformer" / "model", data, rows=6)
+    again = evaluate(tmp_path / "slideformer" / "model", data, most_rows=6)
     assert again.loss == pytest.approx(other.result.evaluation.loss, rel=1e-2)
     assert (again.rows, again.tokens) == (6, 6)
 

@@ -33,7 +33,7 @@ def build_sharded(folder: Path) -> None:
 
 def read_config(folder: Path) -> None:
     """Read the sizes, and look at the shapes that they give, as a plan does."""
-    from ondevice.api.evaluate import network_method
+    from ondevice.api.opened import network_method
     from ondevice.models.load import dims_and_family
     from ondevice.models.sources.resolve import check_folder, check_weights
 

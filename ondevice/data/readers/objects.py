@@ -10,6 +10,7 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.data.readers.hub import with_label_names, without_fills
+from ondevice.data.readers.source import Record, Source
 
 NAME = "rows"
 """The name in messages of rows that are not in a file."""
@@ -23,11 +24,13 @@ class PythonRows:
         records: one dictionary a row, of texts or of token ids (`input_ids`).
         batch_size: of the DataLoader that they came from.
         notes: for the run's log.
+        texts: numbers, from 1, of the rows that were only a text.
     """
 
     records: tuple[dict[str, Any], ...]
     batch_size: int | None = None
     notes: tuple[str, ...] = ()
+    texts: frozenset[int] = frozenset()
     sha256: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -36,6 +39,11 @@ class PythonRows:
             text = json.dumps(record, sort_keys=True, default=str, ensure_ascii=True)
             digest.update(text.encode() + b"\n")
         object.__setattr__(self, "sha256", digest.hexdigest())
+
+    def source(self) -> Source:
+        """Return the rows as the records of a file, numbered from 1."""
+        numbered = (Record(number, record) for number, record in enumerate(self.records, 1))
+        return Source("json", numbered, list(self.notes))
 
     @property
     def tokenized(self) -> bool:
@@ -78,8 +86,11 @@ def take_rows(rows: Any) -> PythonRows:
         records = _unbatched(rows)
         notes = ("rows of a DataLoader: read once; train.seed decides the run's own order",)
     taken = []
+    texts = set()
     for number, row in enumerate(records, 1):
         record = _record(row, number)
+        if isinstance(row, str):
+            texts.add(number)
         if features is not None:  # a table of Arrow
             record = without_fills(record)
         taken.append(with_label_names(record, names))
@@ -87,7 +98,7 @@ def take_rows(rows: Any) -> PythonRows:
         raise DataError(
             "there are no rows", expected="one row or more", received="an empty iterable"
         )
-    return PythonRows(tuple(taken), batch_size, notes)
+    return PythonRows(tuple(taken), batch_size, notes, frozenset(texts))
 
 
 def _without_holes(row: dict[Any, Any]) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class LoraSession(AdamWSession):
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         super().__init__(loaded, trained, config)
 
+    def release_model(self) -> None:
+        """Give the model its own layers back."""
+        self.peft_model.unload()
+
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
         tensors = {

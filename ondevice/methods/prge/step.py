@@ -154,6 +154,13 @@ class PrgeProgram(nn.Module):
         """Labelled tokens of a row at most, if shapes are fixed; None computes the loss at all
         positions."""
 
+    def release(self) -> None:
+        """Give the model its own layers back; a second call does nothing."""
+        for entry, linear in self.linears.items():
+            name = self.family.linear_name(entry.layer, entry.target)
+            if self.family.module(name) is linear:
+                self.family.replace(name, linear.base)
+
     @property
     def device(self) -> torch.device:
         return self.family.head_weight.device

@@ -275,8 +275,7 @@ def at_export(
     examples = [rows.items[number].example for number in chosen]
     tokens = ((torch.tensor([e.ids]), torch.tensor([e.labels])) for e in examples)
     factors = gradient_factors(program, tokens)
-    for entry, linear in program.linears.items():
-        loaded.family.replace(loaded.family.linear_name(entry.layer, entry.target), linear.base)
+    program.release()
     return config, layout.begun(factors)
 
 

@@ -194,6 +194,10 @@ class PrgeSession(PackingSession):
         tensors = self.program.layout.to_tensors(self.flat(), self.names)
         return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), source)
 
+    def release_model(self) -> None:
+        """Give the model its own layers back."""
+        self.program.release()
+
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. If a
         gradient gives the subspace, any adapter of these linears will do: it stays next to what is

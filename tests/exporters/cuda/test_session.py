@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from ondevice.api import export as artifacts
-from ondevice.api.evaluate import evaluate, replay
+from ondevice.api.evaluate import evaluate
 from ondevice.api.open import open_artifact
+from ondevice.api.replay import replay
 from ondevice.api.runfile import RunConfig
 from ondevice.api.train import run_artifact
 from ondevice.api.verify import verify

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from ondevice.api.evaluate import network_method
+from ondevice.api.opened import network_method
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn import METHOD

@@ -105,7 +105,7 @@ class Dense:
 
 
 class Resident:
-    """A loaded model's own tensors. With `bits` its matrices are quantised and its own are let go.
+    """A loaded model's own tensors. With `bits` quantised matrices replace its own.
 
     Raises:
         ConfigError: 4 bits without a GPU.
@@ -151,7 +151,7 @@ class Resident:
                 matrix: Matrix = linear
             elif bits:
                 matrix = Nf4Matrix.pack(linear.weight.detach().to(device), double=False)
-                linear.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+                family.set_linear(i, target, PackedLinear(matrix, bias))
             else:
                 matrix = Dense(linear.weight.detach())
             linears[target] = (matrix, bias)

@@ -142,6 +142,10 @@ class MespSession(PackingSession):
             check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config)
         )
 
+    def release_model(self) -> None:
+        """Give the model its own layers back, if blocks that are not known have others."""
+        self.weights.close()
+
     def close(self) -> None:
         """End the reading of files."""
         self.weights.close()
