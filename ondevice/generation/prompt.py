@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, ModelError
+from ondevice.data.rows import BadRow
+from ondevice.data.tasks import literal
 from ondevice.data.tasks.chat_template import apply_template
 
 if TYPE_CHECKING:
@@ -21,13 +23,15 @@ def prompt_ids(
 ) -> Sequence[int]:
     """Tokenize a text, or a chat up to where the reply begins; a tuple of tokens stays.
 
+    Special tokens in a text are special tokens; in a message they are text.
+
     Args:
         prompt: plain text, or `[{"role": "user", "content": "..."}, ...]` for the chat template.
         source: names the model in errors.
 
     Raises:
         ModelError: messages for a model without a chat template.
-        ConfigError: the prompt is empty.
+        ConfigError: the prompt is empty, or a text of the messages cannot be encoded.
     """
     ids: Sequence[int]
     if isinstance(prompt, tuple):
@@ -41,8 +45,12 @@ def prompt_ids(
             hint="give the prompt as plain text",
         )
     else:
-        text = apply_template(tokenizer, prompt, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            turns = literal.hide(tokenizer, prompt)
+            text = apply_template(tokenizer, turns, add_generation_prompt=True)
+            ids = literal.encode(tokenizer, text).ids
+        except BadRow as error:
+            raise ConfigError("messages", received=error.reason) from None
     if not ids:
         raise ConfigError("the prompt is empty", expected="at least one token")
     return ids

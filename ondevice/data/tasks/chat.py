@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 from ondevice.core.session import IGNORE
 from ondevice.data.examples import Example, Item, Report, check_fit
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
+from ondevice.data.tasks import literal
 from ondevice.data.tasks.chat_reads import Reads
 from ondevice.data.tasks.chat_template import ChatTemplate, Message, end_marks
 from ondevice.data.tasks.turn_weights import is_trained
 
 _MARKED = "turns that held the chat template's own marks, which are written once"
+_AS_TEXT = "turns that mention special tokens, which are encoded as text"
 _TOOLS_AS_TEXT = "conversations with tools as text, which the chat template does not write"
 
 
@@ -75,6 +77,7 @@ class ChatEncoder:
         self._answered: list[tuple[str, Span]] = []
         template, reads = self._template(bool(row.tools))
         context, unread = reads.context(row)
+        context = literal.hide(self.tokenizer, context)
         turns = self._turns(template, row.messages, row.tools, context)
         trained = [is_trained(turn) for turn in turns]
         if template.call_arguments is None:  # a call is written by its name and its arguments
@@ -137,8 +140,11 @@ class ChatEncoder:
             if "developer" not in template.source:
                 turn["role"] = message[0]
             plain = template.without_marks(turn)
+            hidden = literal.hide(self.tokenizer, plain)
             self.report.notes[_MARKED] += plain != turn
-            turns.append(plain)
+            self.report.notes[_AS_TEXT] += hidden != plain
+            turns.append(hidden)
+        tools = literal.hide(self.tokenizer, tools)
         if tools and template.shows_tools:
             context["tools"] = list(tools)
         written = written_tools(template, turns, tools)
@@ -285,10 +291,7 @@ class ChatEncoder:
 
     def _example(self, text: Text) -> tuple[Example, int]:
         """Tokenize a text up to its last answer; return the example and that answer's index."""
-        encoded = self.tokenizer(
-            text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        offsets = encoded["offset_mapping"]
+        ids, offsets = literal.encode(self.tokenizer, text.text)
         covered = [
             next((span for span in text.spans if _covers(left, right, span)), None)
             for left, right in offsets
@@ -306,7 +309,7 @@ class ChatEncoder:
                 span.trained if span else new
                 for span, new in zip(covered[:end], is_new, strict=True)
             ]
-        ids = list(encoded["input_ids"])[:end]
+        ids = ids[:end]
         labels = [token if flag else IGNORE for token, flag in zip(ids, trained, strict=True)]
         return Example(tuple(ids), tuple(labels)), last[0]
 
