@@ -172,6 +172,8 @@ def _qnn(folder: Path) -> dict:
     except BuildError as error:
         raise BuildError(
             f"FLAVOUR=qnn: expected {runtime_name} and {qnn_name} from Maven Central\n{error}\n"
+            f"{locked.LIST.name} lists neither: they could not be fetched when it was written, so nobody has\n"
+            "checked their bytes. Compare what --add records with what Qualcomm and PyTorch publish.\n"
             "or: FLAVOUR=cpu, or EXECUTORCH_AAR=FILE with a build of your own"
         ) from None
     unpack_aar(aar, folder, "executorch.jar")

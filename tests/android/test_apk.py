@@ -469,6 +469,18 @@ def test_what_comes_from_maven_central_is_what_was_listed(central) -> None:
         locked.fetch_all(tests=True)
 
 
+def test_a_qnn_build_says_that_nobody_has_checked_its_runtime(central, tmp_path: Path) -> None:
+    from tools import fetch
+
+    locked, _, here = central
+    locked.LIST.write_text("")
+    with pytest.raises(Exception, match="so nobody has\nchecked their bytes") as refusal:
+        fetch._qnn(tmp_path)
+    for words in ("com.qualcomm.qti:qnn-runtime:", "expected a SHA-256", "FLAVOUR=cpu"):
+        assert words in str(refusal.value)
+    assert not here.exists()
+
+
 def test_the_list_has_everything_that_the_build_names() -> None:
     listed = dict(
         line.split("  ")[::-1] for line in (APP / "maven.sha256").read_text("utf-8").splitlines()

@@ -13,13 +13,13 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Set
 from itertools import islice
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -32,6 +32,8 @@ MOST_S = 5.0
 WIDEST = 1000
 """Largest width, indentation or precision that a filter or a format takes."""
 LONGEST_INT_BITS = 4096
+DEEPEST = 500
+"""Levels of lists in lists: hashing deeper tuples would end the process, Python counts no levels there."""
 _COUNTS = ("default", "d", "int", "float", "truncate")
 """Filters whose numbers are values, not widths."""
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -65,20 +67,25 @@ def spend(count: int) -> None:
 def weigh(value: Any) -> int:
     """Count the characters of a value when it is written out, shared parts each time."""
     total = 0
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str | bytes):
-            total += len(one)
-        elif isinstance(one, dict):
-            total += ENTRY * len(one)
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset):
-            total += ENTRY * len(one)
-            waiting += one
-        if total > MOST:
-            raise TemplateLimitError(f"the template makes more than {MOST:,} characters")
-    return total
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str | bytes):
+                total += len(one)
+            elif isinstance(one, range):
+                total += ENTRY * len(one)
+            elif isinstance(one, Collection):
+                total += ENTRY * len(one)
+                inner += one
+                if isinstance(one, Mapping):
+                    inner += one.values()
+            if total > MOST:
+                raise TemplateLimitError(f"the template makes more than {MOST:,} characters")
+        if not inner:
+            return total
+        level = inner
+    raise TemplateLimitError(f"the template nests lists deeper than {DEEPEST} levels")
 
 
 def _size(value: Any) -> int:
@@ -94,6 +101,23 @@ def _compared(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any
     weigh([value for value in (left, right) if not isinstance(value, str)])
     spend(1)
     return function(left, right)
+
+
+def _hashed(value: Any) -> Any:
+    """Return a value that is hashed next: tuples that share parts take time as comparisons do."""
+    if isinstance(value, tuple):
+        weigh(value)
+    return value
+
+
+def _hashing(test: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a test of an environment and a value that looks the value up in a dictionary."""
+
+    @functools.wraps(test)
+    def limited(environment: Any, value: Any) -> bool:
+        return test(environment, _hashed(value))
+
+    return limited
 
 
 def _check_widths(text: str, values: tuple[Any, ...] = ()) -> None:
@@ -183,7 +207,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Counted(NodeTransformer):
-    """Puts a call, which is counted, into each loop, and for each comparison and each `~`."""
+    """Puts a call into each loop and for each comparison, each `~` and each key that is hashed."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -206,6 +230,19 @@ class _Counted(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("concatenated", node.nodes, node)
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _call("hashed", [node.key], node)
+        return node
+
+    def visit_Slice(self, node: nodes.Slice) -> nodes.Node:
+        self.generic_visit(node)
+        for name in ("start", "stop", "step"):
+            bound = getattr(node, name)
+            if bound is not None:
+                setattr(node, name, _call("hashed", [bound], node))
+        return node
 
 
 def _call(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
@@ -230,7 +267,7 @@ class _Rendering(Context):
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with a budget for each rendering."""
 
-    intercepted_binops = frozenset({"*", "**", "%", "+"})
+    intercepted_binops = frozenset({"*", "**", "%", "+", "-"})
     context_class = _Rendering
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -239,6 +276,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for name, test in self.tests.items():
             if test in _COMPARISONS.values() or name == "in":
                 self.tests[name] = functools.partial(_compared, test)
+            elif name in ("filter", "test"):
+                self.tests[name] = _hashing(test)
         self.globals.pop("lipsum", None)  # random text of any length
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -254,6 +293,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def compared(name: str, left: Any, right: Any) -> Any:
         """Compare what `==`, `<` or `in` compares."""
         return _compared(_COMPARISONS[name], left, right)
+
+    @staticmethod
+    def hashed(value: Any) -> Any:
+        """Return the key of an entry, or a bound of a slice."""
+        return _hashed(value)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, _hashed(argument))
 
     @staticmethod
     def concatenated(*parts: Any) -> str:
@@ -280,6 +327,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _check_widths(left, values)
             spend(len(left) * WIDEST if re.search(r"\d|\*", left) else len(left))
             spend(sum(map(weigh, values)) * max(1, left.count("%")))
+        elif operator == "-" and isinstance(left, Set):
+            weigh([left, right])
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() + right.bit_length()
             if operator == "**":
@@ -295,8 +344,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
             args = _before_method(text, name, args, kwargs)
-        elif name in ("count", "index"):  # of a list, they compare
+        elif name in ("count", "index", "isdisjoint"):  # they compare each entry
             weigh([text, *args])
+        elif not isinstance(__obj, Macro):  # others may hash or compare what they receive
+            weigh([*args, *kwargs.values()])
         result = super().call(__context, __obj, *args, **kwargs)
         spend(_size(result))
         return result

@@ -2,7 +2,7 @@
 
 A projected weight is base + P D Q^T with D in float32: the base stands still, so it may have few
 bits, and D loses no small step. When a matrix gets other projectors, its change goes into the base
-(`fold`), rounded stochastically if the base is bfloat16; a quantised base cannot take it, so the
+(`fold`), rounded stochastically if the base has 16 bits; a quantised base cannot take it, so the
 old projectors and their D are retained."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never
 stored.
 
-In half precision the parameters are restored from a copy, and an update of bfloat16 ones is rounded
-by chance, so that steps below their last bit are kept on average.
+In half precision the parameters are restored from a copy, and an update is rounded by chance, so
+that steps below their last bit are kept on average.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MezoSession(model_loss.PlainEvaluation, PackingSession):
         Args:
             kept: theta before; the parameters are then set to kept + scale * z instead, rounded
                 once.
-            by_chance: round bfloat16 parameters up or down by chance, a function of seed, step,
+            by_chance: round 16-bit parameters up or down by chance, a function of seed, step,
                 query and element.
         """
         # One query is one step of the generator's stream: a query's noise is asked for without the
@@ -76,7 +76,7 @@ class MezoSession(model_loss.PlainEvaluation, PackingSession):
             for start in range(0, flat.numel(), chunk):
                 count = min(chunk, flat.numel() - start)
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
-                if by_chance and flat.dtype == torch.bfloat16:
+                if by_chance and flat.dtype != torch.float32:
                     key = stream_key(seed, int(number), 1 + start // chunk, tensor)
                     stochastic_round(
                         flat[start : start + count],

@@ -24,6 +24,9 @@ DOUBLED = (
     "{% set n = namespace(x=['a']) %}{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 )
 TWICE = DOUBLED + DOUBLED.replace("set n", "set m").replace("n.x", "m.x")
+KEY = "{% set n = namespace(x=1) %}{% for i in range(20) %}{% set n.x = (n.x, n.x) %}{% endfor %}"
+CHAIN = "{% set n = namespace(x=1) %}{% for i in range(2000) %}{% set n.x = (n.x,) %}{% endfor %}"
+VALUES = "{% set n = namespace(x=1) %}{% for i in range(20) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}"
 BOMBS = {
     "a text times a number": "{{ 'A' * 1500000000 }}",
     "a number times a text": "{{ 1500000000 * 'A' }}",
@@ -61,6 +64,20 @@ BOMBS = {
     "shared lists by a test": TWICE + "{{ [n.x]|select('eq', m.x)|list }}",
     "shared lists by a method": TWICE + "{{ [m.x].count(n.x) }}",
     "shared lists as text": DOUBLED + "{% set s = n.x|string %}",
+    "shared tuples as a key": KEY + "{% set d = {n.x: 1} %}",
+    "shared tuples as a computed key": KEY + "{% set d = {(n.x, 2): 1} %}",
+    "shared tuples in brackets": KEY + "{{ {'a': 1}[n.x] }}",
+    "shared tuples by get": KEY + "{{ {'a': 1}.get(n.x) }}",
+    "shared tuples by dict": KEY + "{% set d = dict([(n.x, 1)]) %}",
+    "shared tuples by minus": KEY + "{{ ({'a': 1}.keys() - [n.x])|length }}",
+    "shared tuples by isdisjoint": KEY + "{{ {'a': 1}.keys().isdisjoint([n.x]) }}",
+    "shared tuples by unique": KEY + "{{ [n.x]|unique|list|length }}",
+    "shared tuples by is filter": KEY + "{{ n.x is filter }}",
+    "shared tuples by a view": KEY + "{{ {1: n.x}.items() == {1: 2}.items() }}",
+    "shared tuples that changed": KEY + "{% for i in [1, 2] %}{{ loop.changed(n.x) }}{% endfor %}",
+    "shared dictionaries of a view": VALUES + "{{ n.x.items() == n.x.items() }}",
+    "a chain of tuples as a key": CHAIN + "{% set d = {n.x: 1} %}",
+    "a chain of tuples in brackets": CHAIN + "{{ {'a': 1}[n.x] }}",
 }
 LOOPS = {
     "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
@@ -78,6 +95,9 @@ HONEST = (
     "{% set o = namespace(n=0) %}{% for m in messages %}{% set o.n = o.n + m.content|length %}{% endfor %}{{ o.n }}",
     "{{ 1 < 2 <= 2 }}{{ 2 < 1 < 3 }}{{ 'a' in 'abc' }}{{ 'a' not in ['b'] }}{{ nothing == none }}"
     "{{ 3 is eq(3) }}{{ [1, 2]|select('gt', 1)|list }}{{ messages[0] == messages[-1] }}",
+    "{{ {(1, 'a'): 2}[(1, 'a')] }}{{ {'a': 1}.get('a') }}{{ {'a': 1}.items() == {'a': 1}.items() }}{{ 5 - 3 }}"
+    "{{ messages[0:1] }}{{ messages[:-1] }}{{ 'trim' is filter }}{{ dict(a=1)['a'] }}{{ range(9)[2:8:3]|list }}"
+    "{{ ({'a': 1, 'b': 2}.keys() - ['b'])|list }}{{ range(1000) | length }}",
     "{{ 'abc'|center(20) }}|{{ 'a b c'|wordwrap(3) }}|{{ [1, 2]|batch(2, 0)|list }}|{{ 'x'.ljust(9) }}{{ 'ab'[::-1] }}",
 )
 

@@ -179,22 +179,25 @@ def test_adapters_and_incomplete_states_are_refused() -> None:
     assert "model.norm.weight" in str(error.value)
 
 
-def test_an_update_below_the_last_bit_of_bfloat16_is_kept_on_average() -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_an_update_below_the_last_bit_is_kept_on_average(half: torch.dtype) -> None:
+    rate = torch.finfo(half).eps / 800  # a step is some 1/30 of a typical weight's last bit
+
     def moved(dtype: torch.dtype) -> np.ndarray:
         loaded = tiny_model("llama")
         for parameter in loaded.model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+            parameter.data = parameter.data.to(half).to(dtype)
         target = MezoSession(loaded, MezoConfig(), 3)
         before = {name: value.copy() for name, value in target.state().items()}
         for step in range(40):
-            target.apply_update((1.0,), step, 1e-5)
+            target.apply_update((1.0,), step, rate)
         after = target.state()
         return np.concatenate(
             [(after[name] - before[name]).ravel() for name in before if name != "seed"]
         )
 
-    wide, narrow = moved(torch.float32), moved(torch.bfloat16)
+    wide, narrow = moved(torch.float32), moved(half)
     assert narrow @ wide / (wide @ wide) == pytest.approx(1.0, abs=0.1)
     np.testing.assert_array_equal(
-        narrow, moved(torch.bfloat16)
+        narrow, moved(half)
     )  # a function of seed, step and element
