@@ -14,6 +14,7 @@ from ondevice.fleet.averaging.arrays import arrays_of
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.certificates import make
 from ondevice.fleet.config import FleetRun
+from ondevice.fleet.dates import with_date
 from ondevice.fleet.device import DeviceSettings
 from ondevice.fleet.flower import join, serve
 from ondevice.fleet.link import Link
@@ -58,7 +59,7 @@ def begin(
     run = FleetRun.load(config, overrides)
     run.check_device_keys(device_keys)
 
-    run, session, source = open_task(run)
+    run, session, source = open_task(with_date(run, resume=True))
     if run.averages:
         charter = run.adapter_charter(source)
         arrays = arrays_of(session)

@@ -200,14 +200,19 @@ class Encoder:
         return items
 
 
+def is_dated(tokenizer: Any) -> bool:
+    """Return True if the tokenizer's chat template writes the date."""
+    return CLOCK in json.dumps(getattr(tokenizer, "chat_template", None))
+
+
 def dated(tokenizer: Any, when: datetime | None) -> Any:
     """Return a copy of the tokenizer whose chat template sees `when` as the present.
 
     So a run renders all rows at its start's date, also for templates that write it, as Llama 3.2's.
     """
-    template: Any = getattr(tokenizer, "chat_template", None)
-    if when is None or CLOCK not in json.dumps(template):
+    if when is None or not is_dated(tokenizer):
         return tokenizer
+    template: Any = tokenizer.chat_template
     result = copy.copy(tokenizer)
     if isinstance(template, dict):
         result.chat_template = {name: clock(when, text) + text for name, text in template.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NaiveDatetime, model_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
@@ -45,6 +46,10 @@ class FleetConfig(Agreement):
     wait_s: float = Field(default=600.0, gt=0)
     """Longest wait for the replies of a round, seconds."""
 
+    date: NaiveDatetime | None = None
+    """The date and time that the chat template sees on every device, if it writes them, as Llama
+    3.2's does; by default those at which the fleet began."""
+
     def agreement(self) -> Agreement:
         """Return the part that the charter has."""
         return Agreement(**self.model_dump(include=set(Agreement.model_fields)))
@@ -69,7 +74,8 @@ class CommonCharter(StrictConfig):
     """Settings of the training method."""
 
     data: dict[str, Any]
-    """How rows become tokens: task and longest row. The rows themselves stay where they are."""
+    """How rows become tokens: task, longest row, and the date if the chat template writes it. The
+    rows themselves stay where they are."""
 
     seed: int = Field(ge=0, lt=2**63)
     """Of what the adapter begins with, and of the noise (zeroth order) or the order of rows (first
@@ -83,6 +89,22 @@ class CommonCharter(StrictConfig):
         if self.version != VERSION:
             raise ValueError(f"version {self.version}: this is version {VERSION} of the protocol")
         return self
+
+    @model_validator(mode="after")
+    def _date(self) -> Self:
+        if self.data.get("date") is not None:
+            value = str(self.data["date"])
+            if datetime.fromisoformat(value).isoformat() != value or len(value) > 19:
+                raise ValueError("data.date: not a date and time such as 2026-03-01T09:30:00")
+        return self
+
+    @property
+    def date(self) -> datetime | None:
+        """The present that the chat template sees on every device, if it writes the date."""
+        value = self.data.get("date")
+        if value is None:
+            return None
+        return datetime.fromisoformat(value)
 
     def values(self) -> dict[str, Any]:
         """Return what `to_bytes` writes."""

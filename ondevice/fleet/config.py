@@ -164,7 +164,7 @@ class FleetRun(RunConfig):
                 received=spec.name,
             )
         if self.averages:
-            allowed = {"local_steps", "rounds", "sample", "least_devices", "wait_s"}
+            allowed = {"local_steps", "rounds", "sample", "least_devices", "wait_s", "date"}
             odd = sorted(
                 name
                 for name, value in self.fleet
@@ -221,7 +221,10 @@ class FleetRun(RunConfig):
         """Return the settings of the data that all devices share: how rows become tokens, and no
         path."""
         hidden = {"path", "eval_path", "validation_split", "columns"}
-        return self.data.model_dump(mode="json", exclude=hidden)
+        values = self.data.model_dump(mode="json", exclude=hidden)
+        if self.fleet.date is None:
+            return values
+        return values | {"date": self.fleet.date.isoformat()}
 
     def charter(self, session: Session, model: Any, device_keys: Path | None = None) -> Charter:
         """Return the charter of this run file's fleet.

@@ -23,6 +23,7 @@ import numpy as np
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import OndeviceError
 from ondevice.data import Batches, pad_id_of, read_dataset
+from ondevice.data.encode import dated
 from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
@@ -371,7 +372,7 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
         length = min(length, max(session.lengths_tokens))
     rows = read_dataset(
         Path(settings.data),
-        tokenizer,
+        dated(tokenizer, charter.date),
         task=task,
         max_length_tokens=length,
         train_on_prompt=bool(charter.data.get("train_on_prompt")),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
 from ondevice.fleet.config import FleetRun
+from ondevice.fleet.dates import with_date
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Task, TaskReply
@@ -117,7 +118,7 @@ def simulate_with_flower(
     from ondevice.fleet.apps import Server
 
     out = config.train.out.absolute()
-    given = config.model_dump_json()
+    given = with_date(config, resume).model_dump_json()
     with RunLock(out):
         make_room(out, FILE_NAME, resume, overwrite)
         if not (out / FILE_NAME).exists():  # devices of a fleet that was replaced

@@ -16,13 +16,16 @@ from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.config import FleetRun
+from ondevice.fleet.dates import without_date
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.planning.devices import place
 from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
+from ondevice.training.identity import DATE
 from ondevice.training.length import with_length
+from ondevice.training.loop import Options
 
 if TYPE_CHECKING:
     from ondevice.core.method import Placement
@@ -43,14 +46,21 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     """
     config.check_data()
     if config.data.max_length_tokens is None:
-        with_tokens, _ = with_length(config)
+        with_tokens, _ = with_length(config, when=config.fleet.date)
         config = config.model_copy(update={"data": with_tokens.data})
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
-    length = config.data.max_length_tokens
-    vocabulary = vocabulary_of(loaded)
+    config = without_date(config, loaded.tokenizer)
+    decided = {}
+    if config.fleet.date is not None:
+        decided[DATE] = config.fleet.date.isoformat()
     rows = read_rows_of(
-        config.data, loaded.tokenizer, length, config.train.seed, vocabulary=vocabulary
+        config.data,
+        loaded.tokenizer,
+        config.data.max_length_tokens,
+        config.train.seed,
+        options=Options(decided=decided),
+        vocabulary=vocabulary_of(loaded),
     )
     config = config.model_copy(
         update={"method": config.method.with_answers(lambda: label_tokens_of_rows(rows.train))}
@@ -66,6 +76,7 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
         the run file, the session, and the base model's source.
     """
     loaded, placement = _load(config)
+    config = without_date(config, loaded.tokenizer)
     task = config.data.task
 
     def answers() -> tuple[tuple[int, ...], str]:

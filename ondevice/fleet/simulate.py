@@ -14,6 +14,7 @@ from ondevice.artifact.adapter import save_adapter
 from ondevice.data import Batches
 from ondevice.fleet.averaging.simulate import AveragingSimulation
 from ondevice.fleet.codes import Refusal
+from ondevice.fleet.dates import with_date
 from ondevice.fleet.frozen import Space
 from ondevice.fleet.log import SUFFIX, write_log
 from ondevice.fleet.member import Member, load_vector, vector_name
@@ -62,7 +63,7 @@ def simulate(
     Raises:
         FleetError: the folder holds a fleet and neither flag is set, or another fleet.
     """
-    config, session, rows, loaded = open_run(config)
+    config, session, rows, loaded = open_run(with_date(config, resume))
     kind = Simulation
     if config.averages:
         kind = AveragingSimulation
