@@ -198,6 +198,4 @@ def test_an_update_below_the_last_bit_is_kept_on_average(half: torch.dtype) -> N
 
     wide, narrow = moved(torch.float32), moved(half)
     assert narrow @ wide / (wide @ wide) == pytest.approx(1.0, abs=0.1)
-    np.testing.assert_array_equal(
-        narrow, moved(half)
-    )  # a function of seed, step and element
+    np.testing.assert_array_equal(narrow, moved(half))  # a function of seed, step and element
