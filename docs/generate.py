@@ -1,4 +1,4 @@
-"""Reference pages and lists from the code: the text between the markers of docs and the README.
+"""Reference pages and lists from the code: the text between the markers of docs.
 
     python docs/generate.py            rewrite every generated part
     python docs/generate.py --check    exit 1 and name the pages that differ
@@ -258,17 +258,6 @@ def methods() -> str:
     )
 
 
-def method_list() -> str:
-    """Every method in a bullet, with links from the top of the repository."""
-    from ondevice.core.registry import methods as specs
-
-    lines = []
-    for spec in specs():
-        name = f"[`{spec.name}`](docs/methods/{spec.page})" if spec.page else f"`{spec.name}`"
-        lines.append(f"- {name}: {spec.summary}")
-    return "\n".join(lines) + "\n"
-
-
 def errors() -> str:
     """Every error with its exit code."""
     from ondevice.core import errors as module
@@ -456,7 +445,7 @@ def supported() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter,
+        commands, settings, methods, errors, events, manifest, interface, fleet_charter,
         fleet_adapter_charter, fleet_settings, families, supported,
     )
 }  # fmt: skip
@@ -480,7 +469,6 @@ def main(arguments: list[str]) -> int:
             "develop/fleet-protocol.md",
             "develop/events.md",
         ),
-        "README.md",
     )
     pages = [*sorted(folder.glob("*.md")), *(ROOT / name for name in others)]
     for path in [*pages, folder / "openapi.json"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import signal
 
 import pytest
@@ -81,7 +82,14 @@ def test_a_demo_without_its_model_says_how_to_get_it(ondevice, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_the_demo_learns_with_the_packaged_model(ondevice, tmp_path) -> None:
+def test_the_demo_learns_with_the_packaged_model_as_the_readme_shows(
+    ondevice, tmp_path, root
+) -> None:
     done = ondevice("demo", "--out", tmp_path / "demo", "--json")
     assert done.code == 0, done.err
     assert done.json["accuracy_after"] >= 0.7 > done.json["accuracy_before"]
+    text = (root / "README.md").read_text("utf-8")
+    shown = re.search(r"accuracy on 40 messages: (.+) before, (.+) after \(", text)
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(done.json["accuracy_before"], abs=0.06)
+    assert float(shown[2]) == pytest.approx(done.json["accuracy_after"], abs=0.06)
