@@ -24,6 +24,15 @@ SECTIONS: dict[str, type[StrictConfig]] = {
     "train": TrainConfig,
 }
 """Sections that training reads in addition to the method's."""
+ARGUMENTS = {
+    "train_dataset": "rows",
+    "dataset": "rows",
+    "train_data": "rows",
+    "eval_dataset": "eval_rows",
+    "eval_data": "eval_rows",
+    "validation_data": "eval_rows",
+}
+"""Names that other trainers have for rows that Python holds."""
 
 
 def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +65,12 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name in ("model", "data", "method", "train", "export") and not isinstance(value, str):
             continue
+        if name in ARGUMENTS and not isinstance(value, str):
+            raise ConfigError(
+                f"unknown setting '{name}', did you mean {ARGUMENTS[name]}?",
+                expected=f"{ARGUMENTS[name]}=...",
+                received=f"{name}=...",
+            )
         put(name if "." in name else _find(name, known), value, name)
     return values
 

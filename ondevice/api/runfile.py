@@ -73,6 +73,11 @@ class RunConfig(StrictConfig):
         values = read_yaml(path) if path is not None else {}
         return cls._with(values, overrides, str(path or "flags"), dims)
 
+    @classmethod
+    def of_settings(cls, settings: dict[str, Any], dims: ModelDims | None = None) -> Self:
+        """Return a run of settings by dotted key; raises ConfigError as `load` does."""
+        return cls._with({}, settings, "settings", dims)
+
     def with_settings(self, overrides: dict[str, Any], dims: ModelDims | None = None) -> Self:
         """Return the run with other settings, by dotted key; raises ConfigError as `load` does."""
         values = self.model_dump(exclude_unset=True, exclude={"method"})

@@ -135,6 +135,12 @@ def train(
         "task": task,
         "out": out,
     }
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            "steps and epochs are both given",
+            expected="one of them: how long the run is",
+            received=f"steps={steps}, epochs={epochs}",
+        )
     inputs = read_inputs(
         config,
         rows,

@@ -53,6 +53,8 @@ def explain(
     if len(problems) == 1:
         only = problems[0]
         message = f"{where}: {only.headline}"
+        if only.meant is not None:
+            hint = f"did you mean '{only.meant}'?"
         return ConfigError(message, expected=only.expected, received=only.received, hint=hint)
     texts = [str(problem) for problem in problems[:MOST_PROBLEMS]]
     if len(problems) > MOST_PROBLEMS:

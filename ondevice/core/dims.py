@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError, Need
+from ondevice.core.near import nearest_value
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers of a mixture of experts that carry adapters."""
@@ -173,7 +174,13 @@ class ModelDims:
         """
         shapes = self.linear_shapes
         if target not in shapes:
-            raise ModelError("unknown linear layer", expected=", ".join(shapes), received=target)
+            near = nearest_value(target, shapes)
+            raise ModelError(
+                "unknown linear layer",
+                expected=", ".join(shapes),
+                received=target,
+                hint=near and f"did you mean '{near}'?",
+            )
         return shapes[target]
 
     @property

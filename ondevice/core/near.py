@@ -34,6 +34,8 @@ ELSEWHERE = {
     "fp16": "dtype",
     "torch_dtype": "dtype",
     "lr": "learning_rate",
+    "batch": "batch_size",
+    "load_in_4bit": "bits",
     "lora_r": "rank",
     "r": "rank",
     "lora_layers": "target_modules",
@@ -66,6 +68,42 @@ ELSEWHERE = {
     "use_wandb": "report_to",
 }
 """Names that other trainers have for our settings, in words joined by underscores."""
+
+
+VALUES_ELSEWHERE = {
+    "fp32": "float32",
+    "full_precision": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "pytorch": "torch",
+    "metal": "mlx",
+    "mps": "mlx",
+    "qlora": "lora",
+    "peft": "lora",
+    "full_finetuning": "full",
+    "sft": "full",
+    "linear_decay": "linear",
+    "constant_with_warmup": "constant",
+    "adamw": "adam",
+    "wandb_offline": "wandb",
+}
+"""Values that other trainers have for ours, in words joined by underscores."""
+
+
+def nearest_value(value: object, known: Iterable[str]) -> str | None:
+    """Return the value of `known` that a wrong one most likely meant; None if none is near."""
+    if not isinstance(value, str):
+        return None
+    choices = {_plain(name): name for name in known}
+    given = _plain(value)
+    meant = VALUES_ELSEWHERE.get(given, given)
+    if meant in choices:
+        return choices[meant]
+    near = difflib.get_close_matches(given, choices, n=1, cutoff=0.7)
+    return choices[near[0]] if near else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ondevice.core.capabilities import AnyDecoder, Classifies, Offloads, Packs, Ranked
 from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Backend, MethodSpec, metal
+from ondevice.core.near import nearest_value
 from ondevice.core.target import TargetSpec
 
 if TYPE_CHECKING:
@@ -54,8 +55,12 @@ def method(name: str) -> MethodSpec:
         ConfigError: it is unknown, or another package's cannot be imported.
     """
     if not isinstance(name, str) or name not in _places():
+        near = nearest_value(name, method_names())
         raise ConfigError(
-            f"unknown method '{name}'", expected=", ".join(method_names()), received=name
+            f"unknown method '{name}'",
+            expected=", ".join(method_names()),
+            received=name,
+            hint=near and f"did you mean '{near}'?",
         )
     return _spec(name)
 

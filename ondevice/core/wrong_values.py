@@ -7,11 +7,14 @@ expected and what was received.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
+
+from ondevice.core.near import nearest_value
 
 MOST_LETTERS = 300
 """Of a quoted value: a document from outside may have a string of a million letters."""
@@ -99,6 +102,7 @@ class Problem:
         message: the mistake, except what was expected and received, if they are known.
         expected: what would have been right, or None.
         received: the value, shortened; None if it says nothing, as where a key is missing.
+        meant: the value that was probably meant, or None.
     """
 
     kind: str
@@ -108,6 +112,7 @@ class Problem:
     message: str
     expected: str | None = None
     received: str | None = None
+    meant: str | None = None
 
     @property
     def headline(self) -> str:
@@ -123,6 +128,8 @@ class Problem:
             parts.append(f"expected {self.expected}")
         if self.received is not None:
             parts.append(f"received {self.received}")
+        if self.meant is not None:
+            parts.append(f"did you mean '{self.meant}'?")
         return ": ".join(filter(None, (self.message, ", ".join(parts))))
 
 
@@ -168,8 +175,14 @@ def _each(errors: Sequence[Mapping[str, Any]], document: Any) -> Iterator[Proble
             message = ": ".join(filter(None, (problem.message, text)))
             yield replace(problem, message=message, received=quoted)
         else:
-            expected = _expected(kind, error.get("ctx") or {})
-            yield replace(problem, expected=expected, received=_received(value))
+            context = error.get("ctx") or {}
+            choices = re.findall("'([^']*)'", str(context.get("expected", "")))
+            yield replace(
+                problem,
+                expected=_expected(kind, context),
+                received=_received(value),
+                meant=nearest_value(value, choices),
+            )
 
 
 def _places(loc: tuple[int | str, ...], document: Any, kind: str) -> Iterator[str]:

@@ -182,10 +182,24 @@ def test_a_section_takes_a_dictionary_and_a_method_its_settings() -> None:
         ({"rank": 2, "method.rank": 3}, "'method.rank' is given twice"),
         ({"method": 3}, "method is of the wrong type"),
         ({"train.learning_rate": 1.0}, "write 'method.learning_rate'"),
+        ({"train.learning_rate": 1.0}, "settings: unknown key"),
+        ({"train": {"rank": 3}}, "write 'method.rank'"),
+        ({"batch": 3}, "did you mean batch_size (train.batch_size)?"),
+        ({"train_dataset": ROWS}, "did you mean rows?"),
+        ({"eval_dataset": ROWS}, "did you mean eval_rows?"),
+        ({"steps": 3, "epochs": 1}, "steps and epochs are both given"),
+        ({"method": "mespp"}, "did you mean 'mesp'?"),
+        ({"method": "QLoRA"}, "did you mean 'lora'?"),
+        ({"dtype": "fp16"}, "did you mean 'float16'?"),
+        ({"device": "gpu"}, "did you mean 'cuda'?"),
+        ({"schedule": "cosin", "method": "lora"}, "did you mean 'cosine'?"),
+        ({"backend": "pytorch"}, "did you mean 'torch'?"),
+        ({"task": "sst3"}, "did you mean 'sst2'?"),
+        ({"method": "lora", "target_modules": ["qproj"]}, "did you mean 'q_proj'?"),
     ],
 )
 def test_a_wrong_name_says_the_right_one(settings, words) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ondevice.OndeviceError) as caught:
         ondevice.train("tiny:llama", ROWS, **settings)
     assert words in str(caught.value) and not Path("runs").exists()
 
