@@ -35,42 +35,64 @@ class Part:
     tokens: tuple[Token, ...]
 
 
-class _Text:
-    """The text of the tokens so far; `sent` counts the characters that were returned."""
+class Text:
+    """The text of tokens as they come.
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    Args:
+        stop: texts that end the generated text, and are not part of it.
+
+    Attributes:
+        ending: how it ended, or how many tokens it has so far.
+        is_done: a token or a stop text has ended it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
-        self.ids: list[int] = []
-        self.waiting: list[tuple[int, Token]] = []
-        self.sent = 0
-        self.stopped = False
+        self.ending = Ending()
+        self.is_done = False
+        self._ids: list[int] = []
+        self._waiting: list[tuple[int, Token]] = []
+        self._sent = 0
+        """Characters that were returned."""
 
-    def add(self, token: Token) -> Part:
-        """Take a token; return the text that is complete and cannot become a stop text."""
-        self.ids.append(token.id)
+    def take(self, token: Token) -> Part:
+        """Take a token; return what became certain, and after the last token all the rest."""
+        self.ending.tokens += 1
+        if token.ends:
+            self.ending.finish = "stop"
+            return self.rest()
+        part = self._add(token)
+        if self.is_done:
+            self.ending.finish = "stop"
+        return part
+
+    def _add(self, token: Token) -> Part:
+        """Return the text that is complete and cannot become a stop text."""
+        self._ids.append(token.id)
         text = self._decode()
-        self.waiting.append((len(text), token))
+        self._waiting.append((len(text), token))
         stops = [index for word in self.stop if (index := text.find(word)) >= 0]
         if stops:
-            self.stopped = True
+            self.is_done = True
             return self._part(text[: min(stops)])
         certain = text.rstrip(INCOMPLETE)
         uncertain = max((_overlap(certain, word) for word in self.stop), default=0)
         return self._part(certain[: len(certain) - uncertain])
 
     def rest(self) -> Part:
-        """Return the remaining text, with incomplete characters."""
+        """End the text; return what remains, with incomplete characters."""
+        self.is_done = True
         part = self._part(self._decode())
-        return Part(part.text, (*part.tokens, *(token for _, token in self.waiting)))
+        return Part(part.text, (*part.tokens, *(token for _, token in self._waiting)))
 
     def _decode(self) -> str:
-        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _part(self, text: str) -> Part:
-        new, self.sent = text[self.sent :], max(self.sent, len(text))
-        done = [token for end, token in self.waiting if end <= self.sent]
-        self.waiting = self.waiting[len(done) :]
+        new, self._sent = text[self._sent :], max(self._sent, len(text))
+        done = [token for end, token in self._waiting if end <= self._sent]
+        self._waiting = self._waiting[len(done) :]
         return Part(new, tuple(done))
 
 
@@ -82,17 +104,13 @@ def parts(
     Args:
         stop: texts that end the generated text, and are not part of it.
     """
-    text = _Text(tokenizer, stop)
+    text = Text(tokenizer, stop)
+    text.ending = ending
     for token in tokens:
-        ending.tokens += 1
-        if token.ends:
-            ending.finish = "stop"
-            break
-        part = text.add(token)
+        part = text.take(token)
         if part.text or part.tokens:
             yield part
-        if text.stopped:
-            ending.finish = "stop"
+        if text.is_done:
             return
     part = text.rest()
     if part.text or part.tokens:

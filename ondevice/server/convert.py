@@ -17,7 +17,7 @@ from ondevice.exits.base import form_of
 from ondevice.exits.check import PROMPTS
 from ondevice.models import read_dims
 from ondevice.planning.estimate import weight_bytes
-from ondevice.server.generate import check_room_here, needs
+from ondevice.server.room import check_room_here, needs
 
 SPARE_BYTES = 256 << 20
 """Bytes that a conversion leaves free on the disk, for jobs and the database."""
@@ -35,7 +35,7 @@ def convert(
         to, dtype, model: as `ondevice.exits.convert` takes them; a model is a source string.
         out: the file or folder to write. Its parent becomes the working folder, so that texts name
             no other path.
-        job: as `server.generate.generate_both` takes it.
+        job: of `server.daemon.running_job`.
 
     Raises:
         BusyError: it does not fit next to the running job.

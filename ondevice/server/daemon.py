@@ -16,13 +16,14 @@ from ondevice.core.errors import BusyError, OndeviceError, StorageError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
 from ondevice.server.conversions import Conversions
+from ondevice.server.engine.engine import Engine
 from ondevice.server.events import Hub
 from ondevice.server.fleets import Fleets, Progress
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
 from ondevice.server.pools import Pools
 from ondevice.server.queue import Queue
-from ondevice.server.store import Store
+from ondevice.server.store import MissingError, Store
 from ondevice.server.supervisor import Supervisor
 from ondevice.server.worker import JOB
 
@@ -56,12 +57,10 @@ class Daemon:
         self.plan_helper = Helper(
             "plan"
         )  # a separate process: this one loads frameworks, and checking a large file takes minutes
-        self.model_helper = Helper("model")
-        self.helpers = (self.data_helper, self.plan_helper, self.model_helper)
+        self.helpers = (self.data_helper, self.plan_helper)
+        self.engine = Engine(lambda: running_job(self))
         # A model that is still loaded must not take the memory of a job that starts.
-        self.supervisor = Supervisor(
-            self.store, self.queue, make_room=lambda: self.model_helper.end_if_idle(0.0)
-        )
+        self.supervisor = Supervisor(self.store, self.queue, make_room=self.engine.end_if_idle)
         self.fleets = Fleets(
             self.store.root, lambda: self.supervisor.running is not None, fleet_progress
         )
@@ -99,6 +98,7 @@ class Daemon:
         if self.supervisor.is_alive():
             self.supervisor.stop()
         self.conversions.stop()
+        self.engine.close()
         for helper in self.helpers:
             helper.close()
         try:
@@ -125,6 +125,7 @@ class Daemon:
         while not self._closing.wait(HOUSEKEEPING_S):
             for helper in self.helpers:
                 helper.end_if_idle()
+            self.engine.tidy()
             try:
                 self.store.reserve.fill()
                 uploads.expire(self.store)
@@ -135,21 +136,25 @@ class Daemon:
 
 
 def running_job(daemon: Daemon) -> dict[str, Any] | None:
-    """Return the running job, its device, and the bytes that its plan still needs."""
+    """Return the running job: `id`, `config` and `artifact` to plan it by, and the bytes it takes.
+
+    `memory_bytes` are of this machine's memory, `peak_device_bytes` of its device's.
+    """
     running = daemon.supervisor.running
     if running is None:
         return None
     try:
-        job = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
-        plan = daemon.model_helper("plan", config=job["config"], artifact=job["artifact"])
+        values = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
         progress = daemon.queue.get(running.job).progress
-    except (OndeviceError, OSError):
-        return {"id": running.job, "device": "cpu", "wants_bytes": 0}
-    device = plan["device"]
-    taken = progress.get("peak_device_bytes") or 0
-    taken += 0 if device["kind"] == "gpu" else running.memory_bytes
-    wants = max(0, plan["total_bytes"] - taken)
-    return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}
+    except (MissingError, OSError):  # it has ended, and was deleted
+        return None
+    return {
+        "id": running.job,
+        "config": values["config"],
+        "artifact": values["artifact"],
+        "memory_bytes": running.memory_bytes,
+        "peak_device_bytes": progress.get("peak_device_bytes") or 0,
+    }
 
 
 def sweep(store: Store) -> None:

@@ -1,5 +1,5 @@
-"""Helper processes of the daemon for everything that needs a framework: plans, previews,
-generation.
+"""Helper processes of the daemon for what needs a framework: plans, previews, conversions. The
+engine has its own.
 
 The daemon itself loads neither torch nor transformers. A helper process starts at its first call,
 runs one call at a time, and ends when it has been idle for a while, so that training gets its
@@ -23,7 +23,6 @@ from typing import Any
 from ondevice.core import errors
 from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, OndeviceError, TrainingError
-from ondevice.server.interrupt import STOP
 from ondevice.server.worker import child_environment
 
 _log = logging.getLogger(__name__)
@@ -81,9 +80,7 @@ class Helper:
 
     def stream(self, call: str, **arguments: Any) -> Generator[Any, None, Any]:
         """Run a call that yields parts; yield each, and return its value. The helper is busy until
-        then.
-
-        A reader that stops early (`close`) ends the call at its next token; the model stays loaded.
+        then, and a reader that stops early (`close`) ends the process.
 
         Raises:
             OndeviceError, BusyError, TrainingError: as `__call__`, before the first part or after
@@ -100,12 +97,10 @@ class Helper:
                     yield reply["part"]
                 ended = True
             except (OSError, ValueError) as error:
-                self._kill()
-                ended = True
                 raise self._died(error) from None
         finally:
             if not ended:
-                self._cut_short()
+                self._kill()
             self._used = time.monotonic()
             self._lock.release()
         return self._value(reply)
@@ -114,18 +109,6 @@ class Helper:
         if "error" in reply:
             raise rebuild_error(reply["error"])
         return reply["value"]
-
-    def _cut_short(self) -> None:
-        """End a call whose parts nobody reads any more."""
-        process = self._process
-        if process is None:
-            return
-        try:
-            process.send_signal(STOP)
-            while "part" in self._read(process):
-                pass
-        except (OSError, ValueError):
-            self._kill()
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
         """End the process if it has been idle for `idle_s` seconds (None: its own limit)."""

@@ -12,17 +12,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ondevice.api.runfile import RunConfig
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import DataError, OndeviceError, TrainingError
+from ondevice.core.errors import DataError
 from ondevice.data import preview_rows
 from ondevice.data.readers.source import FROM_OUTSIDE
 from ondevice.data.reading import check_rows, open_reading
@@ -31,36 +27,15 @@ from ondevice.models import load_tokenizer, read_dims
 from ondevice.models.choice import choose_method
 from ondevice.models.load import artifact_tokenizer, dims_and_family
 from ondevice.models.sources.resolve import check_folder, check_weights
-from ondevice.planning.artifacts import plan_artifact
-from ondevice.planning.devices import place
-from ondevice.planning.estimate import plan_run
 from ondevice.planning.limit import own_memory, status_bytes, was_refused
-from ondevice.planning.render import MEANING
-from ondevice.server.complete import complete
+from ondevice.server.channel import Channel, as_error
 from ondevice.server.convert import convert
-from ondevice.server.generate import generate_both
-from ondevice.server.interrupt import listen_for_stop
-from ondevice.server.predict import predict
-from ondevice.server.worker import quiet_frameworks
-from ondevice.training.length import with_length
+from ondevice.server.room import plan
 
 PREVIEW_ROWS = 20_000
 """Most rows that a preview reads: tokenizing a large file takes minutes."""
 PROBLEMS = 100
 """Most bad rows that a response names."""
-
-
-def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
-    """Plan a job: memory by part and time per step, within its memory limit if it has one."""
-    run = RunConfig.parse(config, "job")
-    if artifact is None:
-        run, _ = with_length(run, fits=lambda measured: plan_run(measured, place(measured)).fits)
-        planned = plan_run(run, place(run))
-    else:
-        folder = Path(artifact)
-        planned = plan_artifact(folder, read_manifest(folder), run.train.memory_limit_bytes)
-    parts = planned.parts | planned.host_parts
-    return planned.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
 
 
 def validate(file: str, task: str | None, columns: dict[str, str] | None = None) -> dict[str, Any]:
@@ -138,21 +113,15 @@ CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "preview": (preview, TOKENIZER_BYTES),
     "check_model": (check_model, TOKENIZER_BYTES),
     "choose": (choose, TOKENIZER_BYTES),
-    "generate": (
-        generate_both,
-        None,
-    ),  # these four load a model, and check the free memory themselves
-    "complete": (complete, None),
-    "predict": (predict, None),
-    "convert": (convert, None),
+    "convert": (convert, None),  # loads a model, and checks the free memory itself
 }
 """The calls, each with its limit of memory in bytes, without the files of libraries."""
 
 
-def serve(source: Any, target: Any) -> None:
+def serve(source: Any, channel: Channel) -> None:
     """Run calls until the other side closes, or until a call was refused memory."""
     global _alive
-    _alive = partial(_send, target, {"part": None})
+    _alive = partial(channel.send, {"part": None})
     at_start_bytes = status_bytes("RssAnon")
     for line in source:
         request = json.loads(line)
@@ -160,17 +129,15 @@ def serve(source: Any, target: Any) -> None:
         try:
             with own_memory(None if limit is None else at_start_bytes + limit):
                 value = call(**request["arguments"])
-                reply = {
-                    "value": _send_parts(value, target) if isinstance(value, Generator) else value
-                }
-        except OndeviceError as error:
-            reply = {"error": error.to_dict()}
+                if isinstance(value, Generator):
+                    value = _send_parts(value, channel)
+                reply = {"value": value}
         except Exception as error:
             if limit is not None and was_refused(error):
-                _send(target, {"error": _too_large(request["call"], limit).to_dict(), "ends": True})
+                channel.send({"error": _too_large(request["call"], limit).to_dict(), "ends": True})
                 return
-            reply = {"error": _unexpected(request["call"], error).to_dict()}
-        _send(target, reply)
+            reply = {"error": as_error(request["call"], error).to_dict()}
+        channel.send(reply)
 
 
 def _alive() -> None:
@@ -190,51 +157,21 @@ def _too_large(call: str, limit: int) -> DataError:
     )
 
 
-def _unexpected(call: str, error: Exception) -> OndeviceError:
-    """Return the error of a call that raised something other than an OndeviceError."""
-    if isinstance(error, (ValueError, OSError, RecursionError)):
-        return DataError(f"{call}: {type(error).__name__}: {error}")
-    traceback.print_exception(error)
-    return TrainingError(f"{call} failed: {type(error).__name__}: {error}")
-
-
-def _send(target: Any, reply: dict[str, Any]) -> None:
-    target.write(json.dumps(reply).encode() + b"\n")
-    target.flush()
-
-
-def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
+def _send_parts(parts: Generator[Any, None, Any], channel: Channel) -> Any:
     """Write each part on a separate line, and return the final value."""
     while True:
         try:
             part = next(parts)
         except StopIteration as end:
             return end.value
-        _send(target, {"part": part})
-
-
-def end_with(parent: int) -> None:
-    """End when the daemon is gone.
-
-    It polls, because the kernel's PR_SET_PDEATHSIG fires when the thread that started it ends.
-    """
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+        channel.send({"part": part})
 
 
 def main(arguments: list[str]) -> int:
     """Run the process."""
-    threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
-    quiet_frameworks()
     # Freed memory goes back to the system; pyarrow's pools would keep it, counted by the limit.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    listen_for_stop()
-    # Replies go to a copy of standard output, which itself becomes standard error: a library that
-    # prints there would break the protocol.
-    target = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, target)
+    serve(sys.stdin.buffer, Channel(int(arguments[0])))
     return 0
 
 

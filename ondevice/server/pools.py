@@ -1,8 +1,8 @@
-"""Threads by kind of work, so that waiting for a model or a disk delays nothing else.
+"""Threads by kind of work, so that waiting for a helper process or a disk delays nothing else.
 
 A route that is a plain function runs in the web framework's forty threads: these are for control,
-which never waits long. Work that may wait for a helper process, a token or the bytes of a file has
-a pool here.
+which never waits long. Work that may wait for a helper process or the bytes of a file has a pool
+here. Answers of a model hold no thread (`server.engine`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,6 @@ class Pools:
     """The pools of a daemon."""
 
     def __init__(self) -> None:
-        self.questions = Pool("questions", threads=64, waiting=64)
-        """Requests to the model, until the first part of the response: most wait for their turn."""
-        self.answers = Pool("answers", threads=8, waiting=1000)
-        """The next part of a response that has begun. One model generates at a time."""
         self.rows = Pool("requests for rows", threads=16, waiting=64)
         """Previews, plans and checks, which wait for helper processes."""
         self.files = Pool("uploads and downloads", threads=8, waiting=1000)

@@ -14,8 +14,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.data.tasks.trained import TrainedTask, named_task_only, read_trained_task
 from ondevice.nn.adapters import adapted
-from ondevice.server import interrupt
-from ondevice.server.generate import hold
+from ondevice.server.engine.model import hold
 from ondevice.training.trained import check_base
 
 
@@ -89,14 +88,13 @@ def predict(
     Args:
         folder: where the task is recorded (`task_of`); `name` is its name.
         max_new_tokens: of a generated answer; None for twice the longest of the training.
-        model, adapter, artifact, job: as for `server.generate.generate_both`.
+        model, artifact, job: as for `server.engine.model.hold`.
 
     Raises:
         ArtifactError: the adapter was trained on another model, or the task is not recorded.
         BusyError: the model does not fit next to the job.
         DataError: no row has the columns of the task.
     """
-    interrupt.stopped = False
     began = time.perf_counter()
     place = None
     if folder is not None:
@@ -117,8 +115,6 @@ def predict(
         for row in predictor.predict(asked):
             done.append(row)
             yield None
-            if interrupt.stopped:
-                break
     found = collect(record, asked, done, records, time.perf_counter() - began)
     data = [{"index": row.line - 1, **_fields(row)} for row in found]
     return {"format": record.format, "data": data, **found.summary()}

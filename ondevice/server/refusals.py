@@ -22,9 +22,11 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.server.engine.fair import QueueFullError
 from ondevice.server.openai import error_fields, error_for
 from ondevice.server.predict import NoTaskError
 from ondevice.server.routes import json_response, refused
+from ondevice.server.routes.asking import LEFT, ClientLeft
 from ondevice.server.store import MissingError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ MESSAGES = {
 def add_handlers(app: FastAPI) -> None:
     """Make every exception of a route a response."""
     app.add_exception_handler(OndeviceError, refuse_error)
+    app.add_exception_handler(ClientLeft, close_left)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(HTTPException, refuse_request)
     app.add_exception_handler(Exception, report_bug)
@@ -66,12 +69,20 @@ async def refuse_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return error_response(request, status, error_fields(error))
+    response = error_response(request, status, error_fields(error))
+    if isinstance(error, QueueFullError):
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response
 
 
 def error_response(request: Request, status: int, values: dict[str, Any]) -> Response:
     """Build the response to an error, in the format that the path's clients read."""
     return json_response(status, error_for(request.url.path, status, values))
+
+
+async def close_left(request: Request, error: Exception) -> Response:
+    """End a request whose client has left; nobody receives the response."""
+    return Response(status_code=LEFT)
 
 
 async def refuse_body(request: Request, error: Exception) -> Response:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from ondevice.generation.generator import generator_of  # noqa: E402
 from ondevice.generation.prompt import prompt_ids  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
 from ondevice.nn.adapters import apply_adapter  # noqa: E402
-from ondevice.server import complete, generate  # noqa: E402
-from ondevice.server.helper import Helper  # noqa: E402
 
 MODEL = "tiny:llama"
 TURNS: list[Any] = [
@@ -113,7 +109,7 @@ def test_an_adapter_is_a_model_and_is_swapped_in_and_out(client, served, loaded)
             )
         ]
         found = [entry.logprob for entry in answer.choices[0].logprobs.content]
-        assert found == pytest.approx(expected[: len(found)], abs=1e-6) and answer.model == name
+        assert found == pytest.approx(expected[: len(found)], abs=1e-5) and answer.model == name
 
 
 def test_probabilities_are_those_of_the_logits(client, loaded) -> None:
@@ -191,65 +187,6 @@ def test_a_reader_that_goes_leaves_the_model_loaded(client) -> None:
             model=MODEL, prompt="a", temperature=0, max_tokens=1
         ).usage.completion_tokens
         == 1
-    )
-
-
-def test_a_helper_stops_at_the_next_token() -> None:
-    helper = Helper("model")
-    try:
-        asked = {
-            "model": MODEL,
-            "adapter": None,
-            "prompt": "a",
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "seed": 0,
-        }
-        parts = helper.stream("complete", **asked, max_new_tokens=500, stop=["never"], top=None)
-        assert next(parts) == {"prompt_tokens": 1}
-        process = helper._process
-        next(parts)
-        parts.close()
-        assert helper._process is process and process is not None and process.poll() is None
-        again = list(helper.stream("complete", **asked, max_new_tokens=2, stop=[], top=0))
-        assert sum(len(part.get("tokens", ())) for part in again) == 2
-    finally:
-        helper.close()
-
-
-def test_beside_a_job_it_is_refused_with_the_numbers(store, monkeypatch) -> None:
-    from dataclasses import replace
-
-    from fastapi.testclient import TestClient
-
-    from ondevice.planning.devices import find_device
-    from ondevice.server.app import create_app
-    from ondevice.server.pools import Pools
-
-    small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
-    monkeypatch.setattr("ondevice.server.generate.find_device", lambda name: small)
-    plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 500 << 20}
-    daemon = SimpleNamespace(
-        store=store,
-        supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),
-        queue=SimpleNamespace(get=lambda _: SimpleNamespace(progress={})),
-        model=None,
-        pools=Pools(),
-    )
-    daemon.model_helper = type("Model", (), {
-        "stream": staticmethod(lambda call, **arguments: complete.complete(**arguments)),
-        "__call__": lambda self, call, **arguments: plan,
-    })()  # fmt: skip
-    (store.path("jobs", "job-1")).mkdir()
-    (store.path("jobs", "job-1") / "job.json").write_text(
-        json.dumps({"config": {}, "artifact": None})
-    )
-    generate._forget()
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
-    refused = TestClient(create_app(daemon)).post("/v1/chat/completions", json=asked)  # type: ignore[arg-type]
-    assert (
-        refused.status_code == 409
-        and "does not fit next to job job-1" in refused.json()["error"]["message"]
     )
 
 

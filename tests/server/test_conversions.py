@@ -204,8 +204,9 @@ def test_beside_a_job_it_must_fit(tmp_path, monkeypatch) -> None:
     from ondevice.planning.devices import find_device
 
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
-    monkeypatch.setattr("ondevice.server.generate.find_device", lambda name: small)
-    job = {"id": "job-1", "device": "cpu", "wants_bytes": 3 << 20}
+    monkeypatch.setattr("ondevice.server.room.find_device", lambda name: small)
+    monkeypatch.setattr("ondevice.server.room.job_wants", lambda device, job: 3 << 20)
+    job = {"id": "job-1"}
     with pytest.raises(BusyError) as caught:
         next(convert(str(tmp_path), "gguf", str(tmp_path / "a.gguf"), MODEL, None, job))
     assert "job-1" in caught.value.message

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ondevice.core.errors import BusyError
 from ondevice.planning.devices import find_device
-from ondevice.server import generate
-from ondevice.server.app import create_app
+from ondevice.server.engine import model
+from tests.server.asked import Asked
 from tests.server.running import refused, settings, wait_for
 
-QUESTION = {"max_new_tokens": 4, "temperature": 0.0, "seed": 0}
+QUESTION = {"prompt": "a", "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forgotten() -> Any:
-    generate._forget()
+    model._forget()
     yield
-    generate._forget()
+    model._forget()
 
 
 def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifact) -> None:
@@ -81,11 +81,12 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
 def test_it_is_the_packed_layers_that_answer(artifact, forgotten) -> None:
     from ondevice.nn.packed import PackedLinear
 
-    generate.generate_both(None, None, "a", **QUESTION, artifact=str(artifact))
-    loaded = generate._loaded["loaded"]
+    engine = Asked()
+    engine.text(artifact=str(artifact), **QUESTION)
+    loaded = model._loaded["loaded"]
     assert isinstance(loaded.family.linear(0, "q_proj"), PackedLinear)
-    generate.generate_both("tiny:llama", None, "a", **QUESTION)
-    assert not isinstance(generate._loaded["loaded"].family.linear(0, "q_proj"), PackedLinear)
+    engine.text(model="tiny:llama", **QUESTION)
+    assert not isinstance(model._loaded["loaded"].family.linear(0, "q_proj"), PackedLinear)
 
 
 def test_weights_in_bfloat16_stay_so(tmp_path, forgotten) -> None:
@@ -96,64 +97,63 @@ def test_weights_in_bfloat16_stay_so(tmp_path, forgotten) -> None:
     folder = save_tiny(tmp_path / "m", "llama")
     loaded = load_model(str(folder), dtype="bfloat16")
     loaded.model.save_pretrained(folder)
-    assert generate._dtype(str(folder)) == "bfloat16" and generate._dtype("tiny:llama") == "float32"
-    assert generate.generate_both(str(folder), None, "a", **QUESTION)["base"] is not None
-    assert generate._loaded["loaded"].family.head_weight.dtype == torch.bfloat16
+    assert model._dtype(str(folder)) == "bfloat16" and model._dtype("tiny:llama") == "float32"
+    assert len(Asked().parts(model=str(folder), **QUESTION)) > 1
+    assert model._loaded["loaded"].family.head_weight.dtype == torch.bfloat16
+
+
+@pytest.fixture
+def small(monkeypatch) -> dict[str, Any]:
+    """A machine with 3 MiB left, and the plan of the job that runs on it."""
+    device = replace(find_device("this-cpu"), usable_bytes=3 << 20)
+    monkeypatch.setattr("ondevice.server.room.find_device", lambda name: device)
+    plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 500 << 20}
+    monkeypatch.setattr("ondevice.server.room._planned", {"job-1": plan})
+    return plan
+
+
+JOB = {"id": "job-1", "config": {}, "artifact": None, "memory_bytes": 5 << 20}
+JOB["peak_device_bytes"] = 0
 
 
 @pytest.mark.parametrize("kind", ["model", "artifact"])
 def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
-    kind, artifact, store, forgotten, monkeypatch
+    kind, artifact, forgotten, small
 ) -> None:
-    """409: what it needs, what is free, what the job will still take, and what to do."""
-    from dataclasses import replace
+    """What it needs, what is free, what the job will still take, and what to do."""
+    asked = {kind: {"model": "tiny:llama", "artifact": str(artifact)}[kind], **QUESTION}
+    with pytest.raises(BusyError) as caught:
+        Asked().parts(**asked, job=JOB)
+    error = caught.value
+    assert "job-1" in error.message and "weights" in error.message
+    assert "of 3 MiB" in error.expected and "495 MiB" in error.expected
+    assert "pause the job" in str(error.hint)
+    assert not model._loaded
+    small["total_bytes"] = 4 << 20
+    engine = Asked()
+    engine.parts(**asked, job=JOB)
+    small["total_bytes"] = 500 << 20
+    engine.parts(**asked, job=JOB)  # it is loaded already
+    assert Asked().parts(**asked)
 
-    from fastapi.testclient import TestClient
 
-    from ondevice.server.pools import Pools
+def test_beside_a_job_that_cannot_be_planned_no_model_is_loaded(forgotten) -> None:
+    job = JOB | {"id": "job-2", "config": {"model": {"source": "no-such-folder/x"}}}
+    with pytest.raises(BusyError) as caught:
+        Asked().parts(model="tiny:llama", **QUESTION, job=job)
+    assert "cannot tell how much memory job job-2" in caught.value.message
 
-    monkeypatch.setattr(
-        "ondevice.server.generate.find_device",
-        lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20),
-    )
-    plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 7 << 20}
-    calls = {"plan": lambda **_: plan, "generate": generate.generate_both}
-    daemon = SimpleNamespace(
-        store=store,
-        supervisor=SimpleNamespace(running=SimpleNamespace(job="job-1", memory_bytes=5 << 20)),
-        queue=SimpleNamespace(get=lambda _: SimpleNamespace(progress={})),
-        model_helper=lambda call, **arguments: calls[call](**arguments),
-        pools=Pools(),
-    )
-    (store.path("jobs", "job-1")).mkdir()
-    (store.path("jobs", "job-1") / "job.json").write_text(
-        json.dumps({"config": {}, "artifact": None})
-    )
-    shutil.copytree(artifact, store.path("artifacts", "board"))
-    client = TestClient(create_app(daemon))  # type: ignore[arg-type]
-    question = {
-        "prompt": "a",
-        "max_new_tokens": 1,
-        kind: {"model": "tiny:llama", "artifact": "board"}[kind],
-    }
-    plan["total_bytes"] = 500 << 20
-    refused = client.post("/v1/generate", json=question)
-    answer = refused.json()
-    assert (
-        refused.status_code == 409
-        and "job-1" in answer["message"]
-        and "weights" in answer["message"]
-    )
-    assert (
-        "of 3 MiB" in answer["expected"]
-        and "495 MiB" in answer["expected"]
-        and "pause the job" in answer["hint"]
-    )
-    assert not generate._loaded
-    plan["total_bytes"] = 4 << 20
-    assert client.post("/v1/generate", json=question).status_code == 200
-    plan["total_bytes"] = 500 << 20
-    assert client.post("/v1/generate", json=question).status_code == 200  # it is loaded already
-    daemon.supervisor.running = None
-    generate._forget()
-    assert client.post("/v1/generate", json=question).status_code == 200
+
+def test_beside_a_job_answers_that_do_not_fit_together_run_one_after_another(
+    forgotten, small
+) -> None:
+    """The second waits for the end of the first, and both are answered."""
+    small["total_bytes"] = 4 << 20
+    engine = Asked()
+    for number in (1, 2):
+        engine.begin(number, model="tiny:llama", **QUESTION, job=JOB)
+        small["total_bytes"] = 500 << 20
+    engine.work.step()
+    assert len(engine.work.opened.batch) == 1 and len(engine.work.waiting) == 1
+    engine.finish()
+    assert [engine.sent[number][-1]["value"]["completion_tokens"] for number in (1, 2)] == [4, 4]

@@ -15,9 +15,9 @@ import pytest
 from ondevice.api.predict import predict
 from ondevice.core.errors import DeviceError
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, read_trained_task, to_text
-from ondevice.server import generate
+from ondevice.models.tiny import tiny_tokenizer
 from ondevice.server.client import Client
-from ondevice.server.complete import complete
+from tests.server.asked import Asked
 from tests.server.running import refused, settings
 
 
@@ -105,32 +105,23 @@ def test_a_chat_with_an_adapter_is_framed_and_ends_as_it_was_trained(served, tmp
         "adapter": str(folder),
         "prompt": [{"role": "user", "content": "Hi"}],
         "max_new_tokens": 6,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "seed": 0,
-        "stop": [],
         "top": 1,
     }
-    generate._forget()
-    loaded = generate.hold("tiny:llama", None, 10, None)
+    engine = Asked()
+    tokenizer = tiny_tokenizer()
     for template, count in (
         ("{{ messages[0]['content'] }}", 2),
         ("<<{{ messages[0]['content'] }}>>", 6),
     ):
         task = TrainedTask(format="chat", framing="chat template", chat_template=template)
         (folder / TASK_NAME).write_text(to_text(task))
-        parts = list(complete(**asked))
+        parts = engine.parts(**asked)
         assert parts[0] == {"prompt_tokens": count}
         first = parts[1]["tokens"][0]["token"]
-        ends = loaded.tokenizer.convert_ids_to_tokens(loaded.tokenizer(first)["input_ids"])
+        ends = tokenizer.convert_ids_to_tokens(tokenizer(first)["input_ids"])
         task = task.model_copy(update={"ends": tuple(ends)})
         (folder / TASK_NAME).write_text(to_text(task))
-        assert (
-            len(parts) > 2 and "".join(part["text"] for part in list(complete(**asked))[1:]) == ""
-        )
-        said = generate.generate_both("tiny:llama", str(folder), asked["prompt"], 6, 0.0, 0)
-        assert said["adapted"] == ""
-    generate._forget()
+        assert len(parts) > 2 and engine.text(**asked) == ""
 
 
 def test_an_adapter_without_a_record_says_what_to_do(served, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
-from ondevice.server.daemon import Daemon, running_job
+from ondevice.server.daemon import Daemon
+from ondevice.server.engine.answer import Answer
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
+from ondevice.server.routes.asking import client_of, while_connected
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 PIECE_BYTES = 1 << 20
@@ -84,31 +87,40 @@ def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
 
 
 @router.post("/generate", response_model=schemas.GenerateResponse)
-async def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
+async def generate(
+    daemon: Serving, body: schemas.GenerateRequest, request: Request
+) -> dict[str, Any]:
     """Generate with the base model and with the adapter. 409 if it does not fit next to a job."""
-    return await daemon.pools.questions.run(_generate, daemon, body)
+    adapter, places = await run_in_threadpool(_places, daemon, body)
+    prompt = body.prompt
+    if not isinstance(body.prompt, str):
+        prompt = [turn.model_dump() for turn in body.prompt]
+    options = body.model_dump(include={"max_new_tokens", "temperature", "seed"})
+    asked = [{**place, **options, "prompt": prompt} for place in places]
+    answers = daemon.engine.ask(client_of(request), "complete", asked)
+    texts = await while_connected(request, answers, _texts(answers))
+    texts = [*texts, None][:2]  # None without an adapter
+    return {"base": texts[0], "adapted": texts[1], "adapter": adapter}
 
 
-def _generate(daemon: Daemon, body: schemas.GenerateRequest) -> dict[str, Any]:
+def _places(
+    daemon: Daemon, body: schemas.GenerateRequest
+) -> tuple[str | None, list[dict[str, str | None]]]:
+    """Return the adapter, and what generates: the model, and the model with the adapter."""
     if (body.model is None) == (body.artifact is None):
         raise ConfigError(
             "give a model or an artifact", expected="one of them", received="both or none"
         )
+    base: dict[str, str | None] = {"model": None, "artifact": None, "adapter": None}
+    if body.model is not None:
+        base["model"] = locate_model(daemon.store, body.model)
+    if body.artifact is not None:
+        base["artifact"] = str(artifact_folder(daemon.store, body.artifact))
     adapter = body.adapter or adapters.active_adapter(daemon.store)
-    prompt = body.prompt
-    if not isinstance(body.prompt, str):
-        prompt = [turn.model_dump() for turn in body.prompt]
-    replies = daemon.model_helper(
-        "generate",
-        model=None if body.model is None else locate_model(daemon.store, body.model),
-        artifact=None
-        if body.artifact is None
-        else str(artifact_folder(daemon.store, body.artifact)),
-        adapter=str(adapter_folder(daemon.store, adapter)) if adapter else None,
-        prompt=prompt,
-        max_new_tokens=body.max_new_tokens,
-        temperature=body.temperature,
-        seed=body.seed,
-        job=running_job(daemon),
-    )
-    return replies | {"adapter": adapter}
+    if adapter is None:
+        return None, [base]
+    return adapter, [base, base | {"adapter": str(adapter_folder(daemon.store, adapter))}]
+
+
+async def _texts(answers: list[Answer]) -> list[str | None]:
+    return ["".join([part.get("text", "") async for part in answer]) for answer in answers]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Generator
+from asyncio import Future
+from collections.abc import AsyncIterator
 from typing import Any
 
-from anyio import CancelScope
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from ondevice.core.errors import ConfigError, OndeviceError
-from ondevice.server.daemon import Daemon, running_job
+from ondevice.server.daemon import Daemon
+from ondevice.server.engine.answer import Answer
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
 from ondevice.server.openai import (
     ChatRequest,
@@ -21,8 +24,8 @@ from ondevice.server.openai import (
     error_body,
     error_fields,
 )
-from ondevice.server.pools import Pool
 from ondevice.server.routes import Serving, json_response
+from ondevice.server.routes.asking import KEEP_ALIVE_S, Events, client_of, while_connected
 from ondevice.server.schemas import ErrorResponse
 from ondevice.server.store import MissingError
 
@@ -100,68 +103,47 @@ async def _answer(
     chat: bool,
     probabilities: bool,
 ) -> Response:
-    parts, begun = await daemon.pools.questions.run(_begin, daemon, body)
-    completion = Completion(chat, body.model, begun["prompt_tokens"], probabilities)
+    asked = body.asked()
+    place = await run_in_threadpool(locate, daemon, body.model, body.adapter)
+    answers = daemon.engine.ask(client_of(request), "complete", [asked | place])
+    (answer,) = answers
     if not body.stream:
-        return await daemon.pools.answers.run(_whole, completion, parts)
+        return await while_connected(
+            request, answers, _whole(chat, body.model, probabilities, answer)
+        )
+    begun = asyncio.ensure_future(answer.next())
+    # A refusal has its own status if it comes early; later it is an event.
+    await while_connected(request, answers, asyncio.wait({begun}, timeout=KEEP_ALIVE_S))
+    if begun.done():
+        begun.result()
     usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _while_read(daemon.pools.answers, request, _events(completion, parts, usage))
-    return StreamingResponse(events, media_type="text/event-stream")
+    return Events(answers, _events(chat, body.model, probabilities, usage, begun, answer))
 
 
-def _begin(
-    daemon: Daemon, body: ChatRequest | TextRequest
-) -> tuple[Generator[Any, None, Any], dict[str, Any]]:
-    """Wait for the model and the first part, so that a refusal has its own status."""
-    asked = body.asked() | locate(daemon, body.model, body.adapter)
-    parts = daemon.model_helper.stream("complete", **asked, job=running_job(daemon))
-    return parts, next(parts)
+async def _whole(chat: bool, model: str, probabilities: bool, answer: Answer) -> Response:
+    begun = await answer.next()
+    completion = Completion(chat, model, begun["prompt_tokens"], probabilities)
+    collected = [part async for part in answer]
+    return json_response(200, completion.whole(collected, answer.value))
 
 
-def _whole(completion: Completion, parts: Generator[Any, None, Any]) -> Response:
-    collected = []
-    while True:
-        try:
-            collected.append(next(parts))
-        except StopIteration as end:
-            return json_response(200, completion.whole(collected, end.value))
-
-
-async def _while_read(
-    pool: Pool, request: Request, events: Generator[bytes, None, None]
+async def _events(
+    chat: bool, model: str, probabilities: bool, usage: bool, begun: Future[Any], answer: Answer
 ) -> AsyncIterator[bytes]:
-    """Yield events as long as somebody reads; a lost connection ends the generation."""
+    """Yield server-sent events."""
     try:
-        while (event := await pool.run(next, events, None)) is not None:
-            if await request.is_disconnected():
-                return
-            yield event
-    finally:
-        with CancelScope(shield=True):
-            await pool.run(events.close)
-
-
-def _events(
-    completion: Completion, parts: Generator[Any, None, Any], usage: bool
-) -> Generator[bytes, None, None]:
-    """Yield server-sent events; closing this ends the generation."""
-    try:
+        first = await begun
+        completion = Completion(chat, model, first["prompt_tokens"], probabilities)
         for chunk in completion.first():
             yield _event(chunk)
-        while True:
-            try:
-                part = next(parts)
-            except StopIteration as end:
-                for chunk in completion.last(end.value, usage):
-                    yield _event(chunk)
-                yield b"data: [DONE]\n\n"
-                return
-            except OndeviceError as error:
-                yield _event(error_body(500, error_fields(error)))
-                return
+        async for part in answer:
             yield _event(completion.part(part))
-    finally:
-        parts.close()
+    except OndeviceError as error:
+        yield _event(error_body(500, error_fields(error)))
+        return
+    for chunk in completion.last(answer.value, usage):
+        yield _event(chunk)
+    yield b"data: [DONE]\n\n"
 
 
 def _event(values: dict[str, Any]) -> bytes:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from anyio import CancelScope
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from ondevice.data.tasks.trained import TrainedTask
 from ondevice.server import schemas
-from ondevice.server.daemon import Daemon, running_job
+from ondevice.server.daemon import Daemon
+from ondevice.server.engine.answer import Answer
 from ondevice.server.jobs import adapter_folder
 from ondevice.server.openai import REFUSALS
 from ondevice.server.predict import task_of
 from ondevice.server.routes import Id, Serving, json_response
+from ondevice.server.routes.asking import client_of, while_connected
 from ondevice.server.routes.completions import locate
 
 router = APIRouter(prefix="/v1", tags=["predict"])
@@ -50,44 +51,26 @@ async def predict_rows(daemon: Serving, body: schemas.PredictRequest, request: R
     409 if the model does not fit next to a job, or does not record its task. A
     body has at most 1 MiB. If the client disconnects, the work ends at the next row.
     """
-    parts = await daemon.pools.questions.run(_begin, daemon, body)
-    try:
-        while (found := await daemon.pools.answers.run(_next, parts)) is None:
-            if await request.is_disconnected():
-                return Response(status_code=400)  # nobody reads it
-    finally:
-        with CancelScope(shield=True):
-            await daemon.pools.answers.run(parts.close)
-    answer = schemas.PredictResponse.model_validate({"model": body.model, **found})
-    return json_response(200, answer.model_dump(mode="json"))
+    asked = await run_in_threadpool(_asked, daemon, body)
+    answers = daemon.engine.ask(client_of(request), "predict", [asked])
+    await while_connected(request, answers, _last(answers[0]))
+    values = {"model": body.model, **answers[0].value}
+    response = schemas.PredictResponse.model_validate(values)
+    return json_response(200, response.model_dump(mode="json"))
 
 
-def _begin(daemon: Daemon, body: schemas.PredictRequest) -> Generator[None, None, dict[str, Any]]:
-    """Wait for the model and the first row, so that other answers are not delayed."""
-    places = locate(daemon, body.model, body.adapter)
-    folder = places["adapter"] or places["artifact"]
-    if folder is None and places["model"] is not None and Path(places["model"]).is_dir():
-        folder = places["model"]
+def _asked(daemon: Daemon, body: schemas.PredictRequest) -> dict[str, Any]:
+    """Return the arguments of `server.predict.predict`."""
+    place = locate(daemon, body.model, body.adapter)
+    folder = place["adapter"] or place["artifact"]
+    if folder is None and place["model"] is not None and Path(place["model"]).is_dir():
+        folder = place["model"]
     name = body.adapter or body.model
     task_of(None if folder is None else Path(folder), name, body.task)
-    parts = daemon.model_helper.stream(
-        "predict",
-        **places,
-        rows=body.rows,
-        folder=folder,
-        name=name,
-        task=body.task,
-        max_new_tokens=body.max_new_tokens,
-        job=running_job(daemon),
-    )
-    next(parts)
-    return parts
+    own = body.model_dump(include={"rows", "task", "max_new_tokens"})
+    return {**place, **own, "folder": folder, "name": name}
 
 
-def _next(parts: Generator[None, None, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the predictions once the last row is done, else None."""
-    try:
-        next(parts)
-    except StopIteration as end:
-        return end.value
-    return None
+async def _last(answer: Answer) -> None:
+    async for _ in answer:
+        pass

@@ -1,4 +1,4 @@
-"""Generation with a model or an artifact's weights, and an adapter; the last one stays loaded."""
+"""The model that answers, or an artifact's weights; the last one stays loaded."""
 
 from __future__ import annotations
 
@@ -8,61 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.dims import ModelDims
-from ondevice.core.errors import BusyError, ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target, targets
 from ondevice.data.tasks.trained import read_trained_task
-from ondevice.generation.generator import Generator, generate, generator_of
-from ondevice.generation.prompt import prompt_ids
+from ondevice.generation.generator import Generator, generator_of
 from ondevice.models import LoadedModel, SourceInfo, load_model, read_dims
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.packed import load_packed
 from ondevice.models.save import FILE_NAME
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
-from ondevice.nn.adapters import adapted
-from ondevice.planning.devices import find_device, resolve_device
-from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES, weight_bytes
+from ondevice.planning.devices import resolve_device
+from ondevice.planning.estimate import weight_bytes
+from ondevice.server.room import check_room_here, job_wants, needs, usable_bytes
 
-MIB = 1 << 20
 _loaded: dict[str, Any] = {}
-
-
-def generate_both(
-    model: str | None,
-    adapter: str | None,
-    prompt: str | list[dict[str, str]],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    artifact: str | None = None,
-    job: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Continue a prompt with the base model, and also with the adapter if one is named.
-
-    Args:
-        model: a source string; None with an artifact.
-        adapter: a folder.
-        prompt: text, or the messages of a chat.
-        artifact: a folder; its packed weights are the base model.
-        job: the one that runs: its `id`, the `device` it computes on (cpu or cuda), and
-            `wants_bytes`, what it will still take there.
-
-    Raises:
-        BusyError: the model does not fit next to the running job.
-        ConfigError: the artifact has no weights for PyTorch.
-    """
-    loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    texts: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
-    if adapter is not None:
-        with adapted(loaded, load_adapter(Path(adapter))):
-            generator = trained_generator(loaded, Path(adapter))
-            ids = prompt_ids(generator.tokenizer, prompt, generator.source)
-            drawn = [token.id for token in generator.tokens(ids, **options) if not token.ends]
-            texts["adapted"] = str(loaded.tokenizer.decode(drawn, skip_special_tokens=True))
-    return texts
 
 
 def trained_generator(loaded: LoadedModel, folder: Path | None) -> Generator:
@@ -94,7 +55,13 @@ def hold(
     Args:
         tokens: of a prompt and the generated text, at most.
         precise: in float32 if that fits, as an evaluation computes; else as its weights are stored.
-        model, artifact, job: as for `generate_both`.
+        model: a source string; None with an artifact.
+        artifact: a folder; its packed weights are the model.
+        job: the one that runs, of `server.daemon.running_job`.
+
+    Raises:
+        BusyError: the model does not fit next to the running job.
+        ConfigError: the artifact has no weights for PyTorch.
     """
     wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted or (precise and not _loaded["precise"]):
@@ -102,43 +69,6 @@ def hold(
         loaded = _open(model, artifact, tokens, job, precise)
         _loaded.update(wanted=wanted, loaded=loaded, precise=precise)
     return _loaded["loaded"]
-
-
-def needs(
-    dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str
-) -> dict[str, int]:
-    """Estimate the bytes by part of continuing a prompt; `tokens` counts both, at most."""
-
-    item = DTYPE_BYTES[dtype]
-    tokens = min(tokens, dims.max_positions or tokens)
-    widest = max(max(shape) for shape in dims.linear_shapes.values())
-    return {
-        "weights": weights_bytes,
-        "keys and values": 2 * dims.layers * dims.kv_heads * dims.head_dim * tokens * item,
-        "activations": 4 * tokens * widest * item + 3 * dims.vocab * 4,
-        "runtime": BASELINE_BYTES["torch", device] if device == "cuda" else 0,
-    }
-
-
-def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) -> None:
-    """Refuse a model that does not fit next to the running job and what that will still take.
-
-    Raises:
-        BusyError: with the plan's numbers.
-    """
-    need = sum(parts.values())
-    left = max(0, usable_bytes - job["wants_bytes"])
-    if need <= left:
-        return
-    listed = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
-    raise BusyError(
-        f"the model does not fit next to job {job['id']}, which runs: {listed}",
-        expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be "
-        f"used now, the job will still take {job['wants_bytes'] / MIB:,.0f} MiB",
-        received=f"{need / MIB:,.0f} MiB",
-        hint="pause the job or wait for its end; an artifact with packed weights (NF4) needs less "
-        "than its model",
-    )
 
 
 def _open(
@@ -192,11 +122,7 @@ def _open_artifact(
 
 def _fits_in_float32(dims: ModelDims, tokens: int, device: str, job: dict[str, Any] | None) -> bool:
     parts = needs(dims, sum(weight_bytes(dims, "float32")), "float32", tokens, device)
-    try:
-        check_room_here(parts, device, job or {"id": "", "device": device, "wants_bytes": 0})
-    except BusyError:
-        return False
-    return True
+    return sum(parts.values()) <= usable_bytes(device) - job_wants(device, job)
 
 
 def _dtype(source: str) -> str:
@@ -208,15 +134,6 @@ def _dtype(source: str) -> str:
     if stored == "bfloat16":
         return "bfloat16"
     return "float32"
-
-
-def check_room_here(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
-    """Run `check_room` here; a job on a GPU with separate memory needs none of the CPU's."""
-    here = find_device(f"this-{device}")
-    apart = job["device"] != device and here.kind != "board"
-    if apart:
-        job = {**job, "wants_bytes": 0}
-    check_room(parts, here.usable_bytes, job)
 
 
 def _stamp(source: str) -> tuple[int, int] | None:

@@ -1,0 +1,1 @@
+"""The engine behind the routes that ask a model: one queue, one process, answers in parts."""
