@@ -30,7 +30,7 @@ def test_the_readme_is_short(readme: str) -> None:
 
 
 def test_the_demo_and_two_blocks_come_before_methods_and_papers(readme: str) -> None:
-    order = ["ondevice demo", "accuracy on 40 messages", "## Classify my CSV", "$ ondevice predict",
+    order = ["ondevice demo", "accuracy on 40 messages", "## Classify my CSV", "ondevice predict runs/tickets",
              "## Chat on my data", "--to ollama", "<!-- results: mesp/trainer -->", "arxiv.org"]  # fmt: skip
     places = [readme.index(words) for words in order]
     assert places == sorted(places)
@@ -39,6 +39,8 @@ def test_the_demo_and_two_blocks_come_before_methods_and_papers(readme: str) -> 
 def test_both_blocks_run_and_bring_their_own_rows(readme: str) -> None:
     blocks = [block.text for block in documents.blocks(readme) if block.kind == "run"]
     assert len(blocks) == 2
+    copied = re.findall(r"<!-- run -->\n```bash\n(.*?)```", readme, re.DOTALL)
+    assert copied == blocks, "the blocks are copied whole, without prompts and output"
     for text in blocks:
         made = set(re.findall(r"cat > (\S+)", text)) | set(re.findall(r"--out (\S+)", text))
         read = set(re.findall(r"--data (\S+)", text)) | set(re.findall(r"predict \S+ (\S+)", text))
