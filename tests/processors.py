@@ -50,7 +50,7 @@ def main() -> int:
             "-n",
             str(jobs),
             "--dist",
-            "loadfile",
+            "worksteal",
         ]
         environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", **chosen}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

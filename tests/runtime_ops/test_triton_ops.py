@@ -11,10 +11,12 @@ import torch
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.runtime_ops import generator, native
+from tests.interpreter import needs_interpreter
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = () if CUDA else needs_interpreter
 KINDS = [("normal", 1e-6), ("rademacher", 0.0)]
 
 

@@ -3,13 +3,12 @@ program."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.interpreter import needs_interpreter
 
 CASES = (
     {},
@@ -19,7 +18,7 @@ CASES = (
 )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_interpreter
 def test_the_fused_kernels_make_the_same_step(root: Path) -> None:
     environment = {
         **os.environ,
