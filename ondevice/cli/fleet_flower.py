@@ -9,6 +9,7 @@ import typer
 
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json, show_table, table
+from ondevice.core.errors import FleetError
 from ondevice.data.readers.files import check_source
 from ondevice.fleet.averaging.arrays import arrays_of
 from ondevice.fleet.averaging.store import AdapterStore
@@ -16,9 +17,11 @@ from ondevice.fleet.certificates import make
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.dates import with_date
 from ondevice.fleet.device import DeviceSettings
+from ondevice.fleet.failures import ServerError, shown
 from ondevice.fleet.flower import join, serve
 from ondevice.fleet.link import Link
 from ondevice.fleet.open import open_task
+from ondevice.fleet.status import progress
 from ondevice.fleet.status import status as status_of
 from ondevice.fleet.store import Store
 from ondevice.training.checkpoint import RunLock
@@ -92,21 +95,56 @@ def server(
     port: common.FleetPort = 9092,
     certificates: common.Certificates = None,
     insecure: common.Insecure = False,
+    end: Annotated[
+        bool,
+        typer.Option("--end", help="Tell devices after the last round that the fleet is over."),
+    ] = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
     """Run a fleet's rounds over Flower with the devices that connect.
 
-    Started again, the server goes on after the last round."""
+    Started again, the server goes on after the last round. It ends with an error if a round got no
+    reply, a device has another adapter, or too few devices come within --wait."""
     status_of(folder)  # fails here if there is no fleet
-    settings = {"rounds": rounds, "least_devices": devices, "sample": sample, "wait_s": wait}
-    report = (lambda line: None) if json or quiet else _line
+    settings = {
+        "rounds": rounds,
+        "least_devices": devices,
+        "sample": sample,
+        "wait_s": wait,
+        "end": end,
+    }
+    report = (lambda line: None) if quiet else _line
+    failed: dict[int, dict[str, int]] = {}
     with RunLock(folder):
-        serve(folder, Link(host, port, certificates, insecure), settings, report)
-    values = status_of(folder)
-    for key in ("charter", "rounds_table"):
-        del values[key]
+        try:
+            failed = serve(folder, Link(host, port, certificates, insecure), settings, report)
+        except FleetError as error:
+            raise ServerError.of(error, _result(folder)) from None
+    values = _result(folder)
+    if failed:
+        raise ServerError(
+            f"{len(failed)} of the fleet's rounds got no reply",
+            values,
+            received="; ".join(f"round {n + 1}: {shown(why)}" for n, why in failed.items()),
+            hint="a device's own log says why",
+        )
+    if not values["hashes_equal"]:
+        raise ServerError(
+            "a device has another adapter than the server",
+            values,
+            expected=f"the hash {values['hash']} on {values['devices']} devices",
+            hint="server.log in the fleet's folder names the device",
+        )
     show_table(values, json)
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """Return a fleet's status without its charter and its list of rounds."""
+    values = status_of(folder)
+    return {
+        name: value for name, value in values.items() if name not in ("charter", "rounds_table")
+    }
 
 
 def device(
@@ -131,8 +169,11 @@ def device(
     key: common.DeviceKey = None,
     insecure: common.Insecure = False,
     epsilon: common.Epsilon = None,
+    json: common.Json = False,
 ) -> None:
-    """Take part in a fleet over Flower until interrupted."""
+    """Take part in a fleet over Flower until interrupted, or until the server ends the fleet.
+
+    The device connects again whenever the server or its network comes back."""
     check_source(data)
     settings = DeviceSettings(
         folder=str(target_dir),
@@ -147,7 +188,8 @@ def device(
         key=None if key is None else str(key.absolute()),
         epsilon=epsilon,
     )
-    raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key, _line))
+    join(settings, Link(host, port, certificates, insecure), key, _line)
+    show_table(progress(target_dir) or {}, json)
 
 
 def certificates(

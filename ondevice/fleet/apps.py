@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.client import RECORD
 from ondevice.fleet.codes import Code, Refusal, refusing
+from ondevice.fleet.failures import Failures, Patience, say, shown
 from ondevice.fleet.frozen import Frozen
-from ondevice.fleet.post import POLL_S, Post
+from ondevice.fleet.post import POLL_S, RETURN_S, Post
 from ondevice.fleet.replies import Failed, Followed, Greeted, Replied, Reply, Subspace, reply_of
+from ondevice.fleet.returns import Arrived, ReturningPost
 from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.secure import means_of
 from ondevice.fleet.store import Store
@@ -40,16 +43,29 @@ GREET_S = 10.0
 """A device that could not report its progress is asked again after so long."""
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without a reply: more would only make the log longer."""
+LAST_TRIES = 3
+"""Times that a device is asked for its hash after the last round."""
 
 
-def run_rounds(grid: Grid, folder: Path, settings: dict[str, Any]) -> None:
-    """Run the rounds of the fleet in `folder`."""
+def run_rounds(
+    grid: Grid, folder: Path, settings: dict[str, Any], arrived: Arrived
+) -> dict[int, dict[str, int]]:
+    """Run the rounds of the fleet in `folder`; return those that failed, with the reasons.
+
+    Args:
+        arrived: see `ReturningPost`.
+    """
+    post = ReturningPost(grid, settings["wait_s"], arrived)
+    server: AdapterServer | Server
     if (folder / ADAPTERS).is_file():
         with AdapterStore.open(folder) as adapters:
-            AdapterServer(grid, adapters, settings).run()
-        return
-    with Store.open(folder) as store:
-        Server(grid, store, settings).run()
+            server = AdapterServer(grid, adapters, settings, post)
+            server.run()
+    else:
+        with Store.open(folder) as store:
+            server = Server(grid, store, settings, post)
+            server.run()
+    return server.failures.own
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,8 @@ class Server:
     Args:
         grid: reaches the devices.
         store: the fleet; every round is written when it ends.
-        settings: `rounds`, `least_devices`, `sample`, `wait_s`.
+        settings: `rounds`, `least_devices`, `sample`, `wait_s`; `end`: tell the devices after the
+            last round that the fleet is over.
         post: over `grid`; a simulation may have its own.
     """
 
@@ -119,6 +136,10 @@ class Server:
         self.givers: set[int] = set()
         self.refused: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+        self.failures = Failures(store)
+        self.patience = Patience(settings["wait_s"], settings.get("least_devices", 1))
+        self.expected: dict[int, set[int]] = {}
+        """Devices with a task of a round that an earlier server opened; they are asked again."""
         self.barred: set[int] = set()
         """Devices whose lies spoiled a secure sum: they are not asked again while this server
         runs."""
@@ -127,13 +148,55 @@ class Server:
             # Devices may have replied to rounds that were open when the last server ended. Each
             # replies to a round once, and these would begin from another state now.
             self.rounds.next += store.charter.fleet.open_rounds - 1
+        self._reopen()
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether a restarted server goes on in an open round: only if it is the only one, and
+        no secure sum, whose secrets are in the devices' memory."""
+        fleet = self.store.charter.fleet
+        return fleet.open_rounds == 1 and not fleet.secure
+
+    def _reopen(self) -> None:
+        """Open the round again in which an earlier server ended, with the same tasks: a device
+        replies to one task of a round only, with the same bytes however often it is asked."""
+        for number, begin, tasks in self.store.asked():
+            if self._restarts and (number, begin) == (self.rounds.next, self.rounds.state.hash):
+                answers = {answer.device: answer for answer in self.store.answers(number)}
+                self.rounds.open[number] = OpenRound(number, begin, tasks, answers)
+                self.rounds.next += 1
+                self.expected[number] = set(tasks) - set(answers)
+                self.began[number] = time.time()
+                self.sizes[number] = []
+                say(f"round {number + 1} goes on: {len(tasks)} devices had been asked")
+
+    def _ask_again(self) -> None:
+        """Send the tasks of a reopened round to devices that have come back."""
+        for number, nodes in self.expected.items():
+            free = nodes & set(self.grid.get_node_ids()) & set(self.places) - self.post.busy
+            nodes -= free
+            self._send_tasks(number, free)
+
+    def _is_forsaken(self, number: int) -> bool:
+        """Return True if a round has no reply, and no device is here: it stays open for a server
+        that has devices."""
+        return not self.rounds.open[number].answers and not list(self.grid.get_node_ids())
+
+    def _is_awaited(self, number: int) -> bool:
+        """Return True if a device of this round may still reply."""
+        if any(asked.round == number for asked in self.asked.values()):
+            return True
+        wait_s = self.settings["wait_s"]
+        if self.rounds.open[number].answers:
+            wait_s = min(wait_s, RETURN_S)
+        return bool(self.expected.get(number)) and not time.time() > self.began[number] + wait_s
 
     def run(self) -> None:
         """Run every round that is missing, then ask each device for its hash."""
         empty = 0
-        until = time.monotonic() + self.settings["wait_s"]
         while self.rounds.open or self.rounds.next < self.settings["rounds"]:
             self._greet()
+            self._ask_again()
             if devices := self._ready():
                 current = self.rounds.begin(devices)
                 if self.store.charter.fleet.secure:
@@ -144,47 +207,69 @@ class Server:
             else:
                 self._take()
                 number = min(self.rounds.open, default=-1)
-                if number < 0 or any(asked.round == number for asked in self.asked.values()):
-                    if number < 0 and time.monotonic() > until:
+                if number < 0 or self._is_forsaken(number):
+                    self.patience.wait(self.grid.get_node_ids())
+                    if self.patience.is_over:
                         raise self._alone()
                     time.sleep(POLL_S)
                     continue
+                if self._is_awaited(number):
+                    time.sleep(POLL_S)
+                    continue
                 answers = self._close(number)
-            until = time.monotonic() + self.settings["wait_s"]
+            self.patience.renew()
             empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
                 raise FleetError(
                     f"no device has replied in {empty} rounds",
-                    received=", ".join(
-                        f"{code} {count} times" for code, count in self.failed.items()
-                    )
-                    or None,
+                    received=shown(self.failed) or None,
                     hint="a device's own log says why",
                 )
         self._last()
 
     def _last(self) -> None:
-        """Send each device the events that it lacks, and ask for its hash."""
+        """Send each device the events that it lacks, and ask for its hash.
+
+        A device that is away for a moment is waited for, if too few have replied without it.
+
+        Raises:
+            FleetError: too few devices have replied.
+        """
         digest = self.rounds.state.digest()
-        charter = self.store.charter.to_bytes()
-        new = [node for node in self.grid.get_node_ids() if node not in self.places]
-        for node, reply in self._exchange({node: {"charter": charter} for node in new}).items():
-            if isinstance(reply, Greeted):
-                self.places[node] = reply.place
-        replies = self._exchange({node: self._content(node, {}) for node in self.places})
-        self._take()  # late replies are refused, and counted
-        equal = {
-            node: isinstance(reply, Followed) and reply.digest == digest
-            for node, reply in replies.items()
-        }
+        more = {}
+        if self.settings.get("end"):
+            more = {"over": True}
+        equal: dict[int, bool] = {}
+        tries: Counter[int] = Counter()
+        self.patience.renew()
+        while True:
+            here = set(self.grid.get_node_ids())
+            missing = {n for n in (here | set(self.places)) - set(equal) if tries[n] < LAST_TRIES}
+            tries.update(missing)
+            new = missing - set(self.places) - self.post.busy
+            greeting = {"charter": self.store.charter.to_bytes()}
+            for node, reply in self._exchange(dict.fromkeys(new, greeting)).items():
+                if isinstance(reply, Greeted):
+                    self.places[node] = reply.place
+            asked = (missing & set(self.places)) - self.post.busy
+            replies = self._exchange({node: self._content(node, more) for node in asked})
+            for node, reply in replies.items():
+                if not isinstance(reply, Failed):
+                    equal[node] = isinstance(reply, Followed) and reply.digest == digest
+            self._take()  # late replies are refused, and counted
+            here = set(self.grid.get_node_ids())
+            left = {node for node in here - set(equal) if tries[node] < LAST_TRIES}
+            if self.patience.is_over or (len(equal) >= self.patience.least and not left):
+                break
+            self.patience.wait(here)
+            time.sleep(POLL_S)
         self.store.set_fact("refused", json.dumps(self.refused))
         self.store.set_fact(
             "devices", json.dumps({str(node): same for node, same in sorted(equal.items())})
         )
-        print(
-            f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it",
-            flush=True,
-        )
+        say(f"{digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it")
+        if len(equal) < self.patience.least:
+            raise self.patience.gave_up(len(here), len(equal))
 
     def _alone(self) -> FleetError:
         nodes = set(self.grid.get_node_ids())
@@ -194,12 +279,7 @@ class Server:
                 expected="a device that computes gradients, of rows whose gradient all may know",
                 hint="ondevice fleet device --gives-subspace",
             )
-        return FleetError(
-            "too few devices take part",
-            expected=self.settings["least_devices"],
-            received=f"{len(nodes & set(self.places))} of {len(nodes)} that are connected",
-            hint="a device's own log says why it does not",
-        )
+        return self.patience.gave_up(len(nodes), len(nodes & set(self.places)))
 
     def _greet(self) -> None:
         """Ask new devices for their progress and send the charter; before the first round it comes
@@ -279,10 +359,7 @@ class Server:
         self.store.add(
             event, self.rounds.state, frozen=file, sent_bytes=sent, time_s=time.time() - began
         )
-        print(
-            f"fleet: a new subspace of {len(file.data)} bytes before round {event.round + 1}",
-            flush=True,
-        )
+        say(f"a new subspace of {len(file.data)} bytes before round {event.round + 1}")
         return True
 
     def _content(self, node: int, more: dict[str, Any]) -> dict[str, Any]:
@@ -317,6 +394,7 @@ class Server:
             return None
         if message.has_error():
             log.warning("device %s: Flower could not ask it", node)
+            self.failures.note("no_connection")
             return None
         try:
             reply = reply_of(record_of(message))
@@ -328,6 +406,7 @@ class Server:
             return None
         if isinstance(reply, Failed):
             self.failed[reply.error] += 1
+            self.failures.note(reply.error)
             log.warning("device %s: %s", node, reply.error)
             self.places.pop(node, None)  # it says again how far it is
         else:
@@ -337,15 +416,22 @@ class Server:
     def _refuse(self, node: int, code: Code) -> None:
         """Count a reply that is not taken."""
         self.refused[code] += 1
+        self.failures.note(code)
         log.warning("device %s: its reply is refused: %s", node, code)
 
     def _ask(self, current: OpenRound) -> None:
-        """Send a round's tasks."""
-        self.began[current.number], self.sizes[current.number] = time.time(), []
+        """Send a round's tasks; they are on the disk before, for a server that goes on in it."""
+        self.began[current.number] = time.time()
+        self.sizes[current.number] = []
+        if self._restarts:
+            self.store.ask(current.begin, current.tasks, self.store.count())
+        self._send_tasks(current.number, current.tasks)
+
+    def _send_tasks(self, number: int, nodes: Iterable[int]) -> None:
         place = self.store.count()
-        tasks = {node: task.to_bytes() for node, task in current.tasks.items()}
+        tasks = {node: self.rounds.open[number].tasks[node].to_bytes() for node in nodes}
         self._send({node: self._content(node, {"task": task}) for node, task in tasks.items()})
-        self.asked.update({node: Asked(current.number, place) for node, task in tasks.items()})
+        self.asked.update(dict.fromkeys(tasks, Asked(number, place)))
 
     def _take(self) -> None:
         """Take what devices have replied."""
@@ -385,14 +471,15 @@ class Server:
             outcome, self.rounds.state, answers=answers, refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - self.began.pop(number),
         )  # fmt: skip
-        shown = "no replies"
-        if loss is not None:
-            shown = f"loss {loss:.4f}"
-        print(
-            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
-            flush=True,
-        )
+        self.expected.pop(number, None)
+        self._say_round(outcome.round, loss, len(answers), len(current.tasks))
         return len(answers)
+
+    def _say_round(self, number: int, loss: float | None, replies: int, asked: int) -> None:
+        line = self.failures.close(number, replies, asked)
+        if loss is not None:
+            line = f"loss {loss:.4f}  {line}"
+        say(f"round {number + 1}/{self.settings['rounds']}  {line}")
 
     def _saw(self, devices: list[int], plausible: bool) -> None:
         """Learn from a secure sum which device spoils them."""
@@ -444,7 +531,9 @@ class Server:
                 self._saw(devices, plausible=False)
                 narrowed = len(self.suspects.devices) < before
             devices = []
-            self.refused[error.code if isinstance(error, Refusal) else Code.UNSAFE] += 1
+            code = error.code if isinstance(error, Refusal) else Code.UNSAFE
+            self.refused[code] += 1
+            self.failures.note(code)
             log.warning("round %s: %s", current.number, error)
         outcome = self.rounds.close(current.number, means)
         sent += len(devices) * len(outcome.to_bytes())
@@ -452,11 +541,5 @@ class Server:
             outcome, self.rounds.state, summed=len(devices), refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - began,
         )  # fmt: skip
-        shown = "no sum"
-        if loss is not None:
-            shown = f"loss {loss:.4f}"
-        print(
-            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}",
-            flush=True,
-        )
+        self._say_round(outcome.round, loss, len(devices), len(current.tasks))
         return len(devices) + narrowed

@@ -195,7 +195,7 @@ class Desk:
                 f"device {device} has replied in round {current.number}",
                 hint="`ondevice fleet carry in FLEET --close` ends the round",
             )
-        self.store.ask(current.begin, current.tasks[device], device, self.store.count())
+        self.store.ask(current.begin, {device: current.tasks[device]}, self.store.count())
         return current.tasks[device]
 
     def take(self, data: bytes, name: str = "the file") -> TaskReply:

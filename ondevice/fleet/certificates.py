@@ -86,22 +86,36 @@ def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
     formats = serialization.PrivateFormat
     plain = serialization.NoEncryption()
     pem = serialization.Encoding.PEM
-    ssh = serialization.Encoding.OpenSSH
     files = {
         "ca.crt": authority.public_bytes(pem),
         "server.pem": certificate.public_bytes(pem),
         "server.key": server.private_bytes(pem, formats.PKCS8, plain),
     }
     for number in range(1, devices + 1):
-        key = ec.generate_private_key(ec.SECP384R1())
-        files[f"{DEVICES}/{number}.key"] = key.private_bytes(pem, formats.OpenSSH, plain)
-        files[f"{DEVICES}/{number}.pub"] = key.public_key().public_bytes(
-            ssh, serialization.PublicFormat.OpenSSH
-        )
+        secret, public = device_key()
+        files[f"{DEVICES}/{number}.key"] = secret
+        files[f"{DEVICES}/{number}.pub"] = public
     with private():
         for name, data in files.items():
             atomic_write(folder / name, data)
     return [folder / name for name in files]
+
+
+def device_key() -> tuple[bytes, bytes]:
+    """Return a new private key of a device and its public one, in OpenSSH's form."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    ssh = serialization.PublicFormat.OpenSSH
+    return (
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
+            serialization.NoEncryption(),
+        ),
+        key.public_key().public_bytes(serialization.Encoding.OpenSSH, ssh),
+    )
 
 
 def _usage(x509: Any, signs: bool) -> Any:

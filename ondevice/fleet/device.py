@@ -41,6 +41,7 @@ from ondevice.fleet.open import check_method, open_for, public_source, task_of
 from ondevice.fleet.replies import Request, checked, sent
 from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.stages import read_request
+from ondevice.fleet.standing import Standing
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
@@ -85,10 +86,15 @@ class DeviceSettings:
 
 
 class Device:
-    """A device's end: its store, and a member over its session, opened at the first task."""
+    """A device's end: its store, and a member over its session, opened at the first task.
 
-    def __init__(self, settings: DeviceSettings) -> None:
+    Args:
+        standing: learns which rounds fail here, and whether the fleet is over.
+    """
+
+    def __init__(self, settings: DeviceSettings, standing: Standing | None = None) -> None:
         self.settings = settings
+        self.standing = standing
         self._member: Member | None = None
         self._averaging: AdapterMember | None = None
         self._secrets: tuple[bytes, Secrets] | None = None
@@ -100,13 +106,29 @@ class Device:
             number: the device's, as the transport has it.
         """
         try:
-            return sent(self.take(content, number))
+            reply = sent(self.take(content, number))
         except OndeviceError as error:
             log.warning("%s", error)
+            self._note(content, error.message)
             return failed(error)
         except Exception as error:
             log.exception("a message could not be processed")
+            self._note(content, repr(error))
             return failed(error)
+        self._note(content, None)
+        return reply
+
+    def _note(self, content: dict[str, Any], failure: str | None) -> None:
+        """Note whether a round got its reply, and whether the fleet is over."""
+        if self.standing is None:
+            return
+        number = round_of(content)
+        if number is not None and failure is not None:
+            self.standing.failed_in(number, failure)
+        elif number is not None:
+            self.standing.replied(number)
+        elif failure is None and content.get("over") is True:
+            self.standing.is_over = True
 
     def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         """Take one message: the charter, or events and maybe a task; see `reply`. Counts the bytes
@@ -317,6 +339,19 @@ class Device:
         return self._member
 
 
+def round_of(content: dict[str, Any]) -> int | None:
+    """Return the round that a message asks for numbers or an adapter of; None if it asks for
+    neither."""
+    try:
+        if "task" in content:
+            return Task.from_bytes(content["task"]).round
+        if "adapter" in content and not content.get("last"):
+            return int(content["round"])
+    except (OndeviceError, KeyError, TypeError, ValueError):
+        return None  # the message was refused
+    return None
+
+
 def failed(error: Exception) -> dict[str, Any]:
     """Return the reply for an error: its code, and the number of the device that it is about, if
     any."""
@@ -387,12 +422,12 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
 
 
 @contextmanager
-def answering(settings: DeviceSettings) -> Iterator[Path]:
+def answering(settings: DeviceSettings, standing: Standing | None = None) -> Iterator[Path]:
     """Reply over a socket in a thread of this process; yield the file that names the socket.
 
     The socket is in a folder of its own below the system's temporary one, which only this user can
     enter: a path of the user's may be longer than a socket's name can be."""
-    device = Device(settings)
+    device = Device(settings, standing)
     with tempfile.TemporaryDirectory(prefix="ondevice-") as folder:
         address = str(Path(folder) / "device")
         file = Path(settings.folder).absolute() / SETTINGS_FILE

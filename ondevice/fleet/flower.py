@@ -10,7 +10,6 @@ import importlib.util
 import io
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,17 +18,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ondevice.artifact.files import atomic_write, private
 from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, MissingPackageError
-from ondevice.fleet.certificates import CERTIFICATES
+from ondevice.fleet.certificates import CERTIFICATES, device_key
 from ondevice.fleet.confine import shed
 from ondevice.fleet.device import DeviceSettings, answering
-from ondevice.fleet.link import Link, NodeSettings
+from ondevice.fleet.link import Delays, Link, News, NodeSettings
+from ondevice.fleet.standing import Standing
 
 STOP_S = 15.0
-RETRY_S = 3.0
-POLL_S = 0.5
 LOG_BYTES = 1 << 20
+OWN_KEY = "device.key"
+"""The key that a device without TLS makes for itself: its server knows it again by it."""
+MOST_NEWS = 64
+"""Bytes of a line of the process for the network."""
 SAID = "fleet: "
 """Prefix of a server's messages to its user."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -78,8 +81,9 @@ def serve(
     link: Link,
     settings: dict[str, Any],
     say: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Listen for devices and run the fleet's rounds, until the last one.
+) -> dict[int, dict[str, int]]:
+    """Listen for devices and run the fleet's rounds, until the last one; return the rounds that
+    failed, with the reasons.
 
     Args:
         folder: the fleet's.
@@ -110,7 +114,8 @@ def serve(
         open_grid(messages.state()) as grid,
         contextlib.redirect_stdout(_Lines(say)),
     ):
-        run_rounds(grid, folder, settings)
+        say(f"listening at {link.address}")
+        return run_rounds(grid, folder, settings, grid.arrived)
 
 
 class _Lines(io.TextIOBase):
@@ -133,19 +138,21 @@ def join(
     link: Link,
     key: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Take part in a fleet until this process is stopped.
+) -> Standing:
+    """Take part in a fleet until this process is stopped, or the server says that the fleet is
+    over.
 
     The rows and the model stay in this process. Another one, with almost no rights, talks to the
-    network (`node`).
+    network (`node`). It connects again whenever the connection is lost.
 
     Args:
         key: the device's private key, whose public one the server admits; not needed if the link is
             insecure.
-        say: called with what the device waits for.
+        say: called with a line for each outage, and for its end.
 
     Raises:
         ConfigError: neither a key nor `insecure`.
+        FleetError: the fleet is over, and this device did not reply in each of its rounds.
     """
     check_installed()
     link.check(CERTIFICATES[:1])
@@ -154,25 +161,56 @@ def join(
             "a device must prove its identity", expected="--key FILE, its private key", received=key
         )
     shed()
-    log = Path(settings.folder).absolute() / "network.log"
-    with stoppable(), answering(settings) as file:
+    folder = Path(settings.folder).absolute()
+    if key is None:
+        key = _own_key(folder)
+    standing = Standing(folder, link.address, say)
+    with stoppable(), answering(settings, standing) as file:
         node = NodeSettings(
             address=link.address,
             device=str(file),
             ports=[link.port, *_proxy_ports()],
             authority=None if link.insecure else link.file(CERTIFICATES[0]),
-            key=None if link.insecure or key is None else str(key.absolute()),
+            key=str(key.absolute()),
         )
         command = python_command("-m", "ondevice.fleet.node", node.to_json())
-        # The process ends if no server admits it; the server may not have begun. A device waits for
-        # its server.
-        while True:
-            while not _listens(link):  # the process takes seconds to find that out
-                time.sleep(POLL_S)
-            with _running(command, log) as process:
-                process.wait()
-            say(f"no server at {link.address} admits this device yet; it tries again ({log})")
-            time.sleep(RETRY_S)
+        delays = Delays()
+        while not standing.is_over:
+            with _running(command, folder / "network.log") as process:
+                _listen_to(process, standing, delays)
+            if not standing.is_over:
+                standing.hear(News.ENDED)
+                time.sleep(next(delays))
+    say("the fleet is over")
+    standing.check()
+    return standing
+
+
+def _own_key(folder: Path) -> Path:
+    """Return this device's key file, made at the first start."""
+    file = folder / OWN_KEY
+    if not file.is_file():
+        with private():
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(file, device_key()[0])
+    return file
+
+
+def _listen_to(process: subprocess.Popen[bytes], standing: Standing, delays: Delays) -> None:
+    """Take the words of a process for the network, until it ends or the fleet is over.
+
+    It is a stranger's in part: a line that is none of `News` is left out.
+    """
+    assert process.stdout is not None  # noqa: S101
+    while line := process.stdout.readline(MOST_NEWS):
+        try:
+            news = News(line.decode("ascii", "replace").strip())
+        except ValueError:
+            continue
+        delays.reset()
+        standing.hear(news)
+        if news is News.REPLIED and standing.is_over:
+            return
 
 
 @contextmanager
@@ -181,7 +219,7 @@ def _running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
     standard input ends then."""
     with open(log, "ab" if log.is_file() and log.stat().st_size < LOG_BYTES else "wb") as output:
         process = subprocess.Popen(
-            arguments, env=environment(), stdout=output, stderr=output, stdin=subprocess.PIPE,
+            arguments, env=environment(), stdout=subprocess.PIPE, stderr=output, stdin=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
     try:
@@ -194,6 +232,8 @@ def _running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
                 os.killpg(process.pid, number)
                 process.wait(STOP_S)
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _proxy_ports() -> list[int]:
@@ -201,15 +241,3 @@ def _proxy_ports() -> list[int]:
     its server."""
     named = {value for name, value in os.environ.items() if name.lower() in PROXIES[:3]}
     return sorted({port for value in named if (port := urlsplit(value).port)})
-
-
-def _listens(link: Link) -> bool:
-    """Return True if somebody listens at the server's address."""
-    host = link.host
-    if link.host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    try:
-        socket.create_connection((host, link.port), 1).close()
-    except OSError:
-        return False
-    return True

@@ -40,6 +40,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 
 from ondevice.core.errors import ConfigError
 from ondevice.fleet.certificates import DEVICES
+from ondevice.fleet.mailbox import Mailbox
 
 log = logging.getLogger("ondevice.fleet")
 
@@ -49,7 +50,10 @@ def in_memory() -> LinkStateFactory:
 
     A restarted server begins with another: what counts is in the fleet's store.
     """
-    return LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory())
+    objects = ObjectStoreFactory()
+    factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
+    factory.state_instance = Mailbox(factory.federation_manager, objects.store())
+    return factory
 
 
 def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
@@ -82,7 +86,7 @@ def admit(state: LinkState, certificates: Path) -> frozenset[bytes]:
 
 
 @contextmanager
-def open_grid(state: LinkState) -> Iterator[HttpGrid]:
+def open_grid(state: LinkState) -> Iterator[OwnGrid]:
     """Begin a run, which every message belongs to, and yield the grid that sends its messages."""
     number = state.create_run(
         None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
@@ -124,6 +128,12 @@ class OwnGrid(HttpGrid):
         self._client = SimpleNamespace(**calls)  # type: ignore[assignment]
         self._state = state
         self._coming: dict[str, tuple[Metadata, list[str]]] = {}
+
+    def arrived(self) -> dict[int, float]:
+        """Return when each device came, or came back, last; seconds of `time.monotonic`."""
+        if isinstance(self._state, Mailbox):
+            return dict(self._state.arrived)
+        return {}
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies to these messages whose content has come; others wait or are lost."""

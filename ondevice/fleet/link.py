@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 from ondevice.core.errors import ConfigError
+
+DELAYS_S = (0.5, 15.0)
+"""First and longest wait before a device tries to connect again."""
+
+
+class News(StrEnum):
+    """What the process for the network says of its connection: a word, and nothing of the server's
+    own text."""
+
+    CONNECTED = "connected"
+    REPLIED = "replied"
+    """A message was replied to."""
+    UNREACHABLE = "unreachable"
+    OTHER_CERTIFICATE = "other_certificate"
+    NOT_ADMITTED = "not_admitted"
+    REFUSED = "refused"
+    ENDED = "ended"
+    """The process for the network has ended."""
+
+
+class Delays:
+    """Waits before the next attempt: twice as long each time, less a random part, so that the
+    devices of a fleet do not come back all at once."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with the shortest wait again."""
+        self.longest_s = DELAYS_S[0]
+
+    def __next__(self) -> float:
+        wait_s = random.uniform(0.5, 1.0) * self.longest_s
+        self.longest_s = min(2 * self.longest_s, DELAYS_S[1])
+        return wait_s
 
 
 @dataclass(frozen=True)
@@ -63,15 +100,15 @@ class NodeSettings:
         address: the server's, `host:port`.
         device: the file that names the socket of the device's process.
         ports: that it may connect to.
+        key: this device's private key.
         authority: certificate of the authority that signed the server's; None without TLS.
-        key: this device's private key; None without TLS.
     """
 
     address: str
     device: str
     ports: list[int]
+    key: str
     authority: str | None = None
-    key: str | None = None
 
     def to_json(self) -> str:
         """Return the one argument of the process."""

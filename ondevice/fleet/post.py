@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 POLL_S = 0.2
+RETURN_S = 60.0
+"""A device that has gone is expected back for so long, if others are here."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,19 @@ class Sent:
         node: whom it went to.
         until: when the wait for it is over, seconds of `time.monotonic`.
         overdue: it is over, and `Post.take` has said so.
+        message: to send again; None in a test.
+        number: of the message as it was sent first.
+        at: when it was sent last.
+        gone: when its device was found to be gone; None if it is here.
     """
 
     node: int
     until: float
     overdue: bool = False
+    message: Message | None = None
+    number: str = ""
+    at: float = 0.0
+    gone: float | None = None
 
 
 class Post:
@@ -56,40 +66,70 @@ class Post:
         given = list(messages)
         if not given:
             return
-        accepted = set(self.grid.push_messages(given))
         now = time.monotonic()
+        accepted = set(self.grid.push_messages(given))
         for message in given:  # a grid gives each message its number when it is pushed
             number = message.metadata.message_id
             until = now
             if number in accepted:
                 until = now + self.wait_s
-            self.sent[number] = Sent(message.metadata.dst_node_id, until)
+            node = message.metadata.dst_node_id
+            self.sent[number] = Sent(node, until, message=message, number=number, at=now)
 
     def take(self, numbers: Iterable[str] | None = None) -> list[tuple[Sent, Message | None]]:
         """Return (sent, reply) for each new reply, and (sent, None) once for each whose wait is
         over.
 
         Args:
-            numbers: of messages; all by default.
+            numbers: of messages, as they were sent first; all by default.
         """
-        asked = [
-            number for number in (self.sent if numbers is None else numbers) if number in self.sent
-        ]
-        if not asked:
-            return []
+        self._send_again()
+        wanted = None if numbers is None else set(numbers)
+        asked = {
+            number: sent
+            for number, sent in self.sent.items()
+            if wanted is None or sent.number in wanted
+        }
+        here = [number for number, sent in asked.items() if sent.gone is None]
         came: list[tuple[Sent, Message | None]] = []
-        for reply in self.grid.pull_messages(asked):
-            sent = self.sent.pop(reply.metadata.reply_to_message_id, None)
-            if sent is not None:
+        replies: Iterable[Message] = ()
+        if here:
+            replies = self.grid.pull_messages(here)
+        for reply in replies:
+            number = reply.metadata.reply_to_message_id
+            sent = self.sent.pop(number, None)
+            if sent is None:
+                continue
+            if self._has_gone(reply):
+                self.sent[number] = replace(sent, gone=time.monotonic())
+            else:
                 came.append((sent, reply))
+        return came + self._overdue(set(asked))
+
+    def _overdue(self, asked: set[str]) -> list[tuple[Sent, Message | None]]:
+        """Return the messages whose wait is over by now."""
+        came: list[tuple[Sent, Message | None]] = []
         now = time.monotonic()
+        is_alone = any(sent.gone is not None for sent in self.sent.values()) and not list(
+            self.grid.get_node_ids()
+        )
         for number, sent in list(self.sent.items()):
-            if now > sent.until and not sent.overdue and number in asked:
+            until = sent.until
+            if sent.gone is not None and not is_alone:
+                until = min(until, sent.gone + RETURN_S)
+            if now > until and not sent.overdue and number in asked:
                 came.append((sent, None))
                 self.sent[number] = replace(sent, overdue=True)
             elif now > sent.until + self.wait_s:
                 del self.sent[number]
         return came
+
+    def _has_gone(self, reply: Message) -> bool:
+        """Return True if a reply says that its device has gone, and may come back."""
+        return False
+
+    def _send_again(self) -> None:
+        """Send messages again to devices that have come back."""
 
     def exchange(self, messages: Iterable[Message]) -> list[tuple[int, Message]]:
         """Send messages, wait for the replies to them, and return (device, reply) of those that
@@ -97,11 +137,9 @@ class Post:
         given = list(messages)
         replies = []
         self.send(given)
-        waiting = {message.metadata.message_id for message in given}
-        while waiting := {
-            number for number in waiting if number in self.sent and not self.sent[number].overdue
-        }:
-            came = self.take(waiting)
+        numbers = {message.metadata.message_id for message in given}
+        while numbers := numbers & {sent.number for sent in self.sent.values() if not sent.overdue}:
+            came = self.take(numbers)
             replies += [(sent.node, reply) for sent, reply in came if reply is not None]
             if not came:
                 time.sleep(POLL_S)

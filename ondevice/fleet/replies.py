@@ -45,6 +45,7 @@ class Request(Reply):
     adapter: bytes | None = Field(default=None, max_length=MOST_FILE_BYTES)
     round: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     last: bool = False
+    over: bool = False
 
     @model_validator(mode="after")
     def _whole(self) -> Request:

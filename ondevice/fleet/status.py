@@ -12,8 +12,10 @@ from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter, CommonCharter
 from ondevice.fleet.device import traffic_of
+from ondevice.fleet.failures import failed_rounds
 from ondevice.fleet.log import replay
 from ondevice.fleet.privacy import DELTA, epsilon
+from ondevice.fleet.standing import standing_of
 from ondevice.fleet.store import FILE_NAME, Store, read_file
 
 
@@ -40,27 +42,34 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
             table = store.table()
             most = store.count() if charter.fleet.secure else store.most_answers()
             devices = json.loads(store.fact("devices") or "{}")
+            failed = failed_rounds(store)
     else:
         log = read_file(path)
         state = replay(log)
         charter = log.charter
         table = []
         devices = {}
+        failed = {}
         most = len(log.events)
-    own = {"rounds": state.round, "hash": state.digest().hex(), "elements": charter.size}
+    own = {
+        "rounds": state.round,
+        "failed_rounds": failed,
+        "hash": state.digest().hex(),
+        "elements": charter.size,
+    }
     return _values(charter, own, table, devices, _privacy(charter, most, delta))
 
 
 def progress(folder: Path) -> dict[str, Any] | None:
-    """Return how far a device is: `fleet`, `model`, `rounds`, `hash` and `bytes`; None before its
-    first message."""
+    """Return how far a device is: `fleet`, `model`, `rounds`, `hash` and `bytes`, and `why` it is
+    not connected or could not reply; only the last before its first message."""
+    standing = standing_of(folder)
     try:
         values = status(folder)
     except OndeviceError:
-        return None
-    return {key: values[key] for key in ("fleet", "model", "rounds", "hash")} | {
-        "bytes": traffic_of(folder)
-    }
+        return standing or None
+    found = {key: values[key] for key in ("fleet", "model", "rounds", "hash")}
+    return found | {"bytes": traffic_of(folder)} | standing
 
 
 def _adapters(folder: Path) -> dict[str, Any]:
@@ -70,8 +79,14 @@ def _adapters(folder: Path) -> dict[str, Any]:
         table = store.table()
         arrays = store.tensors()
         devices = json.loads(store.fact("devices") or "{}")
+        failed = failed_rounds(store)
     elements = sum(value.size for value in arrays.values())
-    own = {"rounds": len(table), "hash": digest(arrays), "elements": elements}
+    own = {
+        "rounds": len(table),
+        "failed_rounds": failed,
+        "hash": digest(arrays),
+        "elements": elements,
+    }
     return _values(charter, own, table, devices, {})
 
 

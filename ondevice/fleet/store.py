@@ -141,19 +141,22 @@ class Store(FleetFile):
         )
         return [TaskReply.from_bytes(answer) for (answer,) in rows]
 
-    def ask(self, begin: bytes, task: Task, device: int, place: int) -> None:
-        """Keep a task of an open round that waits for a file.
+    def ask(self, begin: bytes, tasks: dict[int, Task], place: int) -> None:
+        """Keep tasks of an open round, by device, until it ends.
 
         Args:
-            place: how many events the device has with it.
+            place: how many events a device has with its task.
         """
-        row = (task.round, _signed(device), begin, task.to_bytes(), place)
+        rows = [
+            (task.round, _signed(device), begin, task.to_bytes(), place)
+            for device, task in tasks.items()
+        ]
         with self.connection:
-            self.connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", row)
+            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.executemany("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", rows)
 
     def asked(self) -> list[tuple[int, bytes, dict[int, Task]]]:
-        """Return each open round that waits for files: its number, its beginning, its tasks by
-        device."""
+        """Return each open round: its number, its beginning, its tasks by device."""
         rounds: dict[int, tuple[int, bytes, dict[int, Task]]] = {}
         for number, device, begin, task in self.connection.execute(
             "SELECT round, device, begin, task FROM asked ORDER BY round, device"

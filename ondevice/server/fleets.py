@@ -265,7 +265,7 @@ class Fleets(threading.Thread):
         return rows
 
     def _progress(self, name: str) -> dict[str, Any]:
-        return self.progress(self.folder / name) or dict(NO_PROGRESS)
+        return NO_PROGRESS | (self.progress(self.folder / name) or {})
 
 
 def _end(running: Running, now: float, wait: bool = False) -> bool:

@@ -20,6 +20,7 @@ from ondevice.fleet.averaging.records import ARRAYS, CONFIG, METRICS, arrays_of,
 from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, Averaging, bounded
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.codes import Code, Refusal
+from ondevice.fleet.failures import Failures, Patience, say
 from ondevice.fleet.post import POLL_S, Post
 from ondevice.fleet.replies import Failed, Held, Reply
 
@@ -80,14 +81,20 @@ class AdapterServer:
     Args:
         grid: reaches the devices.
         store: the fleet; every round is written before the next begins.
-        settings: `rounds`, `least_devices`, `sample`, `wait_s`.
+        settings: `rounds`, `least_devices`, `sample`, `wait_s`; `end`: tell the devices after the
+            last round that the fleet is over.
+        post: over `grid`.
     """
 
-    def __init__(self, grid: Grid, store: AdapterStore, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, grid: Grid, store: AdapterStore, settings: dict[str, Any], post: Post | None = None
+    ) -> None:
         self.grid = grid
         self.store = store
         self.settings = settings
-        self.post = Post(grid, settings["wait_s"])
+        self.post = post or Post(grid, settings["wait_s"])
+        self.failures = Failures(store)
+        self.patience = Patience(settings["wait_s"], settings["least_devices"])
         averaging = store.charter.averaging
         self.strategy = strategy_of(averaging, settings["sample"], settings["least_devices"])
         if averaging.strategy in ADAPTIVE:
@@ -109,25 +116,41 @@ class AdapterServer:
                 raise FleetError(
                     f"no device has replied in {empty} rounds", hint="a device's own log says why"
                 )
+        self._last(arrays)
+
+    def _last(self, arrays: Arrays) -> None:
+        """Give each device the adapter, and ask for its hash; a device that is away for a moment is
+        waited for, if too few have replied without it.
+
+        Raises:
+            FleetError: too few devices have replied.
+        """
         expected = digest(arrays)
-        equal = {}
+        equal: dict[str, bool] = {}
         content = RecordDict({ARRAYS: record_of(arrays), CONFIG: self._config(last=True)})
-        messages = [
-            Message(content=content, message_type="train", dst_node_id=node)
-            for node in self._nodes()
-        ]
-        for node, reply in self.post.exchange(messages):
-            said = self._reply(node, reply, arrays)
-            equal[str(node)] = isinstance(said, Held) and said.digest == expected
+        self.patience.renew()
+        while True:
+            nodes = [node for node in self._nodes() if str(node) not in equal]
+            messages = [
+                Message(content=content, message_type="train", dst_node_id=node) for node in nodes
+            ]
+            for node, reply in self.post.exchange(messages):
+                said = self._reply(node, reply, arrays)
+                equal[str(node)] = isinstance(said, Held) and said.digest == expected
+            if self.patience.is_over or len(equal) >= self.patience.least:
+                break
+            self.patience.wait(self._nodes())
+            time.sleep(POLL_S)
         self.store.set_fact("devices", json.dumps(dict(sorted(equal.items()))))
-        print(
-            f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True
-        )
+        say(f"{expected}, {sum(equal.values())} of {len(equal)} devices have it")
+        if len(equal) < self.patience.least:
+            raise self.patience.gave_up(len(self._nodes()), len(equal))
 
     def _reply(self, node: int, message: Any, arrays: Arrays) -> Reply | CheckedReply | None:
         """Return a device's reply; None without a usable one."""
         if message.has_error():
             log.warning("device %s: Flower could not ask it", node)
+            self.failures.note("no_connection")
             return None
         try:
             said = reply_of(message.content, arrays)
@@ -136,10 +159,12 @@ class AdapterServer:
             return None
         if isinstance(said, Failed):
             log.warning("device %s: %s", node, said.error)
+            self.failures.note(said.error)
         return said
 
     def _refuse(self, node: int, code: Code) -> None:
         self.refused += 1
+        self.failures.note(code)
         log.warning("device %s: its reply is refused: %s", node, code)
 
     def _alike(self, answers: dict[int, CheckedReply], asked: int) -> dict[int, CheckedReply]:
@@ -166,18 +191,17 @@ class AdapterServer:
         return sorted(self.grid.get_node_ids())
 
     def _wait(self) -> None:
-        until = time.monotonic() + self.settings["wait_s"]
-        while len(self._nodes()) < self.settings["least_devices"]:
-            if time.monotonic() > until:
-                raise FleetError(
-                    "too few devices take part",
-                    expected=self.settings["least_devices"],
-                    received=len(self._nodes()),
-                )
+        self.patience.renew()
+        while len(nodes := self._nodes()) < self.patience.least:
+            if self.patience.is_over:
+                raise self.patience.gave_up(len(nodes), len(nodes))
+            self.patience.wait(nodes)
             time.sleep(POLL_S)
 
     def _config(self, last: bool = False) -> ConfigRecord:
-        return ConfigRecord({"charter": self.store.charter.to_bytes(), "last": last})
+        over = last and bool(self.settings.get("end"))
+        more = {"over": True} if over else {}
+        return ConfigRecord({"charter": self.store.charter.to_bytes(), "last": last, **more})
 
     def _round(self, number: int, arrays: Arrays) -> tuple[Arrays, int]:
         """Run one round; return the adapter after it and the number of replies."""
@@ -217,11 +241,8 @@ class AdapterServer:
         )
         self.store.add(number, arrays, moments, loss=loss, answers=len(answers), refused=self.refused,
                        sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
-        shown = "no replies"
+        line = self.failures.close(number, len(answers), len(messages))
         if loss is not None:
-            shown = f"loss {loss:.4f}"
-        print(
-            f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(answers)} replies",
-            flush=True,
-        )
+            line = f"loss {loss:.4f}  {line}"
+        say(f"round {number + 1}/{self.settings['rounds']}  {line}")
         return arrays, len(answers)

@@ -33,7 +33,7 @@ def request_of(content: RecordDict) -> dict[str, Any]:
     config = dict(content[CONFIG])
     return {
         "charter": config["charter"], "adapter": to_bytes(arrays_of(content[ARRAYS])), "last": config["last"],
-        "round": int(config.get("server-round", 1)) - 1,
+        "round": int(config.get("server-round", 1)) - 1, "over": bool(config.get("over", False)),
     }  # fmt: skip
 
 
