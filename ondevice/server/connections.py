@@ -11,9 +11,13 @@ token is checked.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import resource
+import socket
+import sys
+import termios
 import time
 from collections import OrderedDict
 from http import HTTPStatus
@@ -32,14 +36,16 @@ SILENT_S = 20.0
 """Longest silence within a body, in seconds."""
 SLOWEST_BYTES_S = 4096
 """A body has `SILENT_S`, plus a second for each of this many bytes that have arrived."""
-READER_S = 60.0
-"""Seconds that an unread response may wait."""
+READER_S = 20.0
+"""Seconds that a reader of a response may take nothing."""
 CLOSE_S = 5.0
 """Seconds for a closed connection to send the rest."""
 CONNECTIONS = 2000
 OTHER_FILES = 1000
 """Open files that are not connections: the database in each thread, pipes, uploads."""
 FILES = 8192
+_ACKED = 120
+"""Offset of `tcpi_bytes_acked`, 64 bits, in Linux's `struct tcp_info`."""
 
 
 class Connection(H11Protocol):
@@ -50,7 +56,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.heard = self._since = self._moved = time.monotonic()
-        self._taken = self._unsent = 0
+        self._taken = self._given = 0
         self._phase: object = h11.IDLE
         self._closing: float | None = None
 
@@ -97,10 +103,10 @@ class Connection(H11Protocol):
             if now - self._closing > CLOSE_S:
                 self.drop()
             return
-        unsent = self.transport.get_write_buffer_size()
-        if not unsent or unsent < self._unsent:
+        unread, taken = reader_state(self.transport)
+        if not unread or taken > self._given:
             self._moved = now
-        self._unsent = unsent
+        self._given = taken
         if now - self._moved > READER_S:
             self.drop()
         elif self._phase is h11.IDLE and now - self._since > HEAD_S:
@@ -194,6 +200,24 @@ class Crowd(ServerState):
         now = time.monotonic()
         for connection in [one for own in self.clients.values() for one in own]:
             connection.close_if_late(now)
+
+
+def reader_state(transport: asyncio.Transport) -> tuple[int, int]:
+    """Return bytes that the client has not taken, and a number that rises when it takes some.
+
+    On Linux the kernel's buffer counts too, which holds megabytes of an answer that nobody reads.
+    """
+    unread = transport.get_write_buffer_size()
+    own = transport.get_extra_info("socket")
+    if sys.platform != "linux" or own is None:
+        return unread, -unread
+    try:
+        waiting = fcntl.ioctl(own.fileno(), termios.TIOCOUTQ, bytes(4))
+        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED + 8)
+    except OSError:  # it is closed
+        return 0, 0
+    unread += int.from_bytes(waiting, sys.byteorder)
+    return unread, int.from_bytes(info[_ACKED:], sys.byteorder)
 
 
 def _drop_silent(crowd: OrderedDict[Connection, None]) -> bool:

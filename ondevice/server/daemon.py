@@ -65,7 +65,7 @@ class Daemon:
             self.store.root, lambda: self.supervisor.running is not None, fleet_progress
         )
         self.conversions = Conversions(self.store, lambda: running_job(self))
-        self.metrics = Metrics(self.store.root, self.queue, self.supervisor, self.hub)
+        self.metrics = Metrics(self.store.root, self.queue, self.supervisor, self.hub, self.engine)
         self.pools = Pools()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.planning.devices import available_bytes, cores, total_bytes
+from ondevice.server.engine.engine import Engine
 from ondevice.server.events import Hub
 from ondevice.server.queue import Queue
 from ondevice.server.store import MissingError
@@ -114,11 +115,14 @@ def _gpus() -> list[dict[str, Any]]:
 class Metrics:
     """Counters since the daemon started, and figures that are read on request."""
 
-    def __init__(self, root: Path, queue: Queue, supervisor: Supervisor, hub: Hub) -> None:
+    def __init__(
+        self, root: Path, queue: Queue, supervisor: Supervisor, hub: Hub, engine: Engine
+    ) -> None:
         self.root = root
         self.queue = queue
         self.supervisor = supervisor
         self.hub = hub
+        self.engine = engine
         self.began_s = time.monotonic()
         self.requests: Counter[tuple[str, str, int]] = Counter()
 
@@ -136,6 +140,7 @@ class Metrics:
             "uptime_s": time.monotonic() - self.began_s,
             "jobs": self.queue.counts(),
             "event_streams": self.hub.readers,
+            "answers": self.engine.figures(),
             "requests": sum(list(self.requests.values())),
             "running": self._running(),
         }
@@ -175,6 +180,12 @@ class Metrics:
         for state, count in figures["jobs"].items():
             jobs.add_metric([state], count)
         yield jobs
+        answers = GaugeMetricFamily(
+            "ondevice_answers", "Requests to the model by state.", labels=["state"]
+        )
+        for state, count in figures["answers"].items():
+            answers.add_metric([state], count)
+        yield answers
         requests = CounterMetricFamily(
             "ondevice_requests", "Answered requests.", labels=["method", "path", "status"]
         )

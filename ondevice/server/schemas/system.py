@@ -61,12 +61,20 @@ class RunningFigures(ResponseBody):
     peak_memory_bytes: int
 
 
+class AnswersFigures(ResponseBody):
+    """Requests to the model."""
+
+    waiting: int
+    running: int
+
+
 class MetricsResponse(ResponseBody):
     """GET /v1/metrics."""
 
     uptime_s: float
     jobs: dict[State, int]
     event_streams: int
+    answers: AnswersFigures
     requests: int
     running: RunningFigures | None
 
