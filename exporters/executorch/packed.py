@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ondevice.artifact.files import sha256_file
+from ondevice.artifact.manifest import ANSWERS_FILE
 from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.core.session import IGNORE
 from ondevice.core.untrusted import read_object, well_formed
 from ondevice.exporters.executorch.blocks_model import check_room
 from ondevice.exporters.executorch.session import load_runtime
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers"
 """Folder of an artifact that holds the program."""
-ANSWERS_FILE, PROGRAM_FILE, FORMAT = "answers.json", "model.pte", 1
-"""Files of the folder; `FORMAT` is the description's version."""
+PROGRAM_FILE, FORMAT = "model.pte", 1
+"""A file of the folder; `FORMAT` is the version of its description, `ANSWERS_FILE`."""
 
 
 def load_operators() -> None:
@@ -158,6 +161,50 @@ class PackedModel:
     def close(self) -> None:
         """Release the program."""
         self._method = self._program = None
+
+
+class PackedScores:
+    """An `Evaluator` over the program: a prompt is read once for all candidates that follow it.
+
+    Attributes:
+        eval_batch_size: None, as rows are read one by one.
+        lengths_tokens: the longest sequence.
+    """
+
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+        self.lengths_tokens = (model.context_tokens,)
+        self._read: list[int] = []
+
+    @property
+    def sha256(self) -> str:
+        """The program's digest."""
+        return sha256_file(self.model.folder / PROGRAM_FILE)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each row's negative log likelihood over its labelled tokens, and their count."""
+        losses = [self._loss(row.tolist(), wanted) for row, wanted in zip(ids, labels, strict=True)]
+        return np.array(losses, np.float32), (labels[:, 1:] != IGNORE).sum(1)
+
+    def _loss(self, ids: list[int], labels: np.ndarray) -> float:
+        loss = 0.0
+        for place in np.flatnonzero(labels[1:] != IGNORE) + 1:
+            logits = self._logits(ids[:place]).astype(np.float64)
+            highest = logits.max()
+            loss += highest + np.log(np.exp(logits - highest).sum()) - logits[labels[place]]
+        return float(loss)
+
+    def _logits(self, ids: list[int]) -> np.ndarray:
+        """Return the logits after `ids`; what the program has read of them is not read again."""
+        same = 0
+        while same < min(len(ids) - 1, len(self._read)) and ids[same] == self._read[same]:
+            same += 1
+        same = self.model.rewind(same)
+        self._read = list(ids)
+        return self.model.feed(ids[same:])
 
 
 def has_answers(folder: Path) -> bool:

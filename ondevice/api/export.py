@@ -14,7 +14,7 @@ from ondevice.data.examples import refuse_preferences
 from ondevice.data.stream import first_rows
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
-from ondevice.data.tasks.trained import known_task, trained_task
+from ondevice.data.tasks.trained import TASK_NAME, known_task, read_trained_task, trained_task
 from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.models import load_tokenizer
 from ondevice.planning.estimate import plan
@@ -204,4 +204,18 @@ def run_config(
         "train.batch_size": manifest.batch_size,
         "method.learning_rate": rate,
     }
-    return RunConfig.load(path, {**settings, **fixed}).scheduled()
+    config = RunConfig.load(path, {**settings, **fixed}).scheduled()
+    return _as_recorded(config, folder)
+
+
+def _as_recorded(config: RunConfig, folder: Path) -> RunConfig:
+    """Return a run that reads rows as the artifact's record says, where the run file does not."""
+    record = read_trained_task(folder)
+    if record is None or config.data.task is not None:
+        return config
+    task = record.task
+    if record.template is not None:
+        task = str(folder / TASK_NAME)
+    columns = {**record.columns, **config.data.columns}
+    data = config.data.model_copy(update={"task": task, "columns": columns})
+    return config.model_copy(update={"data": data})

@@ -19,6 +19,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method, method_names
 from ondevice.core.session import Evaluator
 from ondevice.core.untrusted import read_json
+from ondevice.exporters.executorch.packed import PackedModel, PackedScores, has_answers
 from ondevice.generation.generator import continue_ids
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
@@ -89,6 +90,13 @@ def open_source(
         folder = Path(source)
     if adapter is not None:
         digest = adapter_identity(adapter)["adapter"]
+    if has_answers(folder):
+        if adapter is not None:
+            raise ConfigError(
+                f"{folder} takes no adapter: its own is merged", expected="none", received=adapter
+            )
+        scores = PackedScores(PackedModel(folder))
+        return Opened(scores, artifact_tokenizer(folder), record=record)
     if (folder / MANIFEST_NAME).is_file():
         program = open_artifact(folder)
         if adapter is not None:

@@ -29,6 +29,7 @@ from ondevice.data.readers.objects import NAME, take_rows
 from ondevice.data.readers.source import Record, Source
 from ondevice.data.tasks.scoring import expected_value, first_line, softmax
 from ondevice.data.tasks.trained import TrainedTask, label_texts, named_task_only
+from ondevice.exporters.executorch.packed import PackedScores
 from ondevice.generation.generator import Generator, generator_of
 from ondevice.training.evaluate import evaluate_dataset
 from ondevice.training.trained import adapter_folder, find_trained, task_of_adapter
@@ -160,7 +161,12 @@ class Predictor:
         """Digests of the model, and of the adapter if there is one."""
         session: Any = self.opened.session
         loaded = self.opened.loaded
-        model = loaded.source.sha256 if loaded else session.manifest.files[session.manifest.program]
+        if loaded:
+            model = loaded.source.sha256
+        elif isinstance(session, PackedScores):
+            model = session.sha256
+        else:
+            model = session.manifest.files[session.manifest.program]
         return (model, *filter(None, [self.opened.adapter_sha256]))
 
     @classmethod

@@ -11,6 +11,7 @@ from ondevice.api.opened import Opened
 from ondevice.api.predict import PredictedRow, Predictor, open_predictor
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.errors import ConfigError
+from ondevice.exporters.executorch.packed import has_answers
 from ondevice.generation.torch_model import TorchModel
 from ondevice.training.trained import TrainedSource, adapter_folder, find_trained, task_of_adapter
 
@@ -53,7 +54,8 @@ class TrainedChat:
         self._open(trained.task if adapter is None else task_of_adapter(folder), folder)
 
     def _open(self, task: TrainedTask | None, folder: Path | None) -> None:
-        is_program = (Path(self._trained.model) / MANIFEST_NAME).is_file()
+        program = Path(self._trained.model)
+        is_program = has_answers(program) or (program / MANIFEST_NAME).is_file()
         if task is not None and task.has_candidates and is_program:
             source = self._trained.model
             self._follow(task, open_predictor(source, adapter=folder, **self._options))

@@ -17,6 +17,8 @@ from ondevice.core.untrusted import inside, read_object
 from ondevice.core.wrong_values import problems_of
 
 MANIFEST_NAME = "manifest.json"
+ANSWERS_FILE = "answers.json"
+"""Describes a program that answers, in a folder without a manifest or in an artifact's."""
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.core.errors import VerificationError
+from ondevice.core.errors import ModelError, VerificationError
+from ondevice.core.untrusted import read_object
 from ondevice.exits.base import Checked, Request
 from ondevice.models import LoadedModel, load_model
+from ondevice.models.sources.resolve import TINY_PREFIX, read_config, resolve
 from ondevice.nn.adapters import adapted, apply_adapter, fuse_in_place
 from ondevice.training.fuse import PROMPTS, distance, prompt_logits
 
@@ -99,11 +101,44 @@ def merge(request: Request) -> Merge:
     return Merge(loaded, base, expected)
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """The largest error that a type explains.
+
+    Attributes:
+        share: of an element, as a fraction of the largest of its block.
+        block: elements of a row that share a scale; 0 for all of a tensor.
+        floor: the same error in absolute numbers, where the type's scale is no longer exact.
+    """
+
+    share: float
+    block: int = 0
+    floor: float = 0.0
+
+    def excess(self, found: Tensor, wanted: Tensor) -> tuple[float, float] | None:
+        """Return the limit and the error of the worst block; None if every error is explained."""
+        error = (found - wanted).abs()
+        largest = wanted.abs()
+        if self.block and wanted.ndim > 1 and wanted.shape[-1] % self.block == 0:
+            blocks = (*wanted.shape[:-1], -1, self.block)
+            error = error.view(blocks).amax(-1)
+            largest = largest.view(blocks).amax(-1)
+        else:
+            error = error.max()
+            largest = largest.max()
+        limit = self.share * largest + self.floor
+        beyond = error - limit
+        if bool((beyond <= 0).all()):
+            return None
+        at = int(beyond.nan_to_num(nan=float("inf")).argmax())
+        return float(limit.reshape(-1)[at]), float(error.reshape(-1)[at])
+
+
 def check_merged(
     request: Request,
     merged: Merge,
     written: Iterable[tuple[str, np.ndarray]],
-    limits: dict[str, float],
+    limits: dict[str, Rounding],
     kept: float,
 ) -> Checked:
     """Compare a merged model that was read back with the one in memory; its weights are replaced by
@@ -111,7 +146,7 @@ def check_merged(
 
     Args:
         written: transformers' name and float32 value of every tensor, in its own shape.
-        limits: largest error of an element, as a part of the tensor's largest, by tensor.
+        limits: what each tensor's type may round.
         kept: share of the adapter's change that the rounding left.
 
     Raises:
@@ -121,16 +156,16 @@ def check_merged(
     import torch
 
     _log.info("reading it back")
-    weights = {
-        name: weight for name, weight in merged.loaded.model.state_dict().items() if name in limits
-    }
+    weights = _distinct(merged.loaded.model.state_dict(), limits)
     for name, value in written:
+        if name not in weights:
+            raise _different(request, "the tensors", "those of the model", f"{name}, too")
         weight = weights.pop(name)
         found = torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
-        error = float((found - weight).abs().max())
-        largest = float(weight.abs().max())
-        if not error <= limits[name] * largest:
-            raise _different(request, name, f"within {limits[name] * largest:.3g}", f"{error:.3g}")
+        if found.shape != weight.shape:
+            raise _different(request, name, tuple(weight.shape), tuple(found.shape))
+        if excess := limits[name].excess(found, weight):
+            raise _different(request, name, f"within {excess[0]:.3g}", f"{excess[1]:.3g}")
         weight.copy_(found)
     if weights:
         raise _different(
@@ -149,6 +184,16 @@ def check_merged(
     return _accept(
         request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype)
     )
+
+
+def _distinct(state: dict[str, Tensor], limits: dict[str, Rounding]) -> dict[str, Tensor]:
+    """Return a model's tensors, those of one memory once, by the name that `limits` has."""
+    taken = {state[name].data_ptr() for name in limits}
+    return {
+        name: value
+        for name, value in state.items()
+        if name in limits or value.data_ptr() not in taken
+    }
 
 
 def _accept(request: Request, checked: Checked, effect: float, limit: float | None) -> Checked:
@@ -180,6 +225,28 @@ def _accept(request: Request, checked: Checked, effect: float, limit: float | No
         f"{effect:.3g}: compare answers before you use it, or choose a finer --dtype"
     )
     return Checked(checked.from_base, checked.from_adapter, checked.largest, checked.kept, (note,))
+
+
+def refuse_own_head(request: Request, reader: str) -> None:
+    """Refuse a base whose head the reader would leave out, because `config.json` ties it.
+
+    Raises:
+        ModelError: the weights have a head that differs from the embedding.
+    """
+    if request.model is None or request.model.startswith(TINY_PREFIX):
+        return
+    folder = resolve(request.model, request.revision).path
+    if folder is None:
+        return
+    said = read_object(folder / "config.json", ModelError).get("tie_word_embeddings")
+    if read_config(folder).get("tie_word_embeddings") is False and said is not False:
+        raise ModelError(
+            f"{reader} would not read the output head of {request.model}: config.json ties it to"
+            " the embedding, from which it differs",
+            expected="tie_word_embeddings: false",
+            received=said,
+            hint="correct config.json, or merge the model: --to safetensors, mlx-model or gguf",
+        )
 
 
 def _different(

@@ -7,6 +7,7 @@ embedding and the output head are `q8_0`: they are read once per token, and 4 bi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +19,19 @@ from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError, VerificationError
 from ondevice.core.untrusted import read_object
 from ondevice.data.encode import end_ids
+from ondevice.data.tasks.chat_template import CLOCK
 from ondevice.data.tasks.trained import to_text
 from ondevice.exits import llama_cpp
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.exits.check import check_merged, merge
+from ondevice.exits.check import Rounding, check_merged, merge
 from ondevice.exits.gguf_text import Reading, reading_of, refusal, text_sent
+from ondevice.exits.task import date_notes
 from ondevice.gguf.config import check_writable, rope_divisors, write_config
 from ondevice.gguf.names import architecture_of, gguf_parts, to_gguf
 from ondevice.gguf.read import stored_weight
 from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
-from ondevice.gguf.write_tokenizer import write_tokenizer
+from ondevice.gguf.write_tokenizer import ENDS, split_ends, write_tokenizer
 from ondevice.models import load_tokenizer, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources.cache import RECORD_NAME
@@ -42,19 +45,20 @@ if TYPE_CHECKING:
     from ondevice.models.families.base import Family
 
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
-ERRORS = {
-    "float32": 0.0,
-    "float16": 2.0**-11,
-    "q8_0": 0.5 / 127 + 2.0**-11,
-    "q4_0": 1 / 8 + 2.0**-11,
+ROUNDINGS = {
+    "float32": Rounding(0.0),
+    "float16": Rounding(2.0**-11, BLOCK, 2.0**-25),
+    "q8_0": Rounding(0.5 / 127 + 2.0**-11, BLOCK, 2.0**-18),
+    "q4_0": Rounding(1 / 8 + 2.0**-11, BLOCK, 2.0**-22),
 }
-"""Largest error of an element as a fraction of the largest of its block. `q4_0` has one step less
-on one side."""
+"""What each type may round. `q4_0` has one step less on one side; scales are float16, whose least
+step is 2**-25."""
+OFFSET_ROUNDING = Rounding(2.0**-21)
+"""Of a norm's weight, to which a constant is added, and from which it is taken again."""
 UNASKED = (
     "llama.cpp itself did not read the file, because the package xllamacpp is not installed: its"
     " tokens were checked with a model of its rules"
 )
-ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
 
@@ -107,14 +111,20 @@ def write(request: Request, path: Path) -> Checked:
     with storage_errors(request.out):
         write_gguf(writer, tensors(), plan)
     kept = _kept(request, loaded, names, plan)
-    limits = {name: max(ERRORS[plan[part][1]] for part in parts) for name, parts in names.items()}
+    limits = {
+        name: max((ROUNDINGS[plan[part][1]] for part in parts), key=lambda one: one.share)
+        for name, parts in names.items()
+    }
     if dims.traits.norm_offset:
-        # Adding a constant to the weight of a norm, and subtracting it again, rounds it.
-        for name in names:
-            if state[name].ndim == 1:
-                limits[name] = max(limits[name], ROUNDED)
+        limits |= {name: OFFSET_ROUNDING for name in names if state[name].ndim == 1}
+    _check_stored(path, plan, divisors, request)
     checked = check_merged(request, merged, _read(path, family, dims, names), limits, kept)
-    notes = (*checked.notes, *reading.notes, *check_file(path, reading, loaded.tokenizer, request))
+    notes = (
+        *checked.notes,
+        *reading.notes,
+        *_notes(loaded, request, reading),
+        *check_file(path, reading, loaded.tokenizer, request),
+    )
     return replace(checked, notes=notes)
 
 
@@ -172,6 +182,23 @@ def check_file(path: Path, reading: Reading, tokenizer: Any, request: Request) -
                 hint="use --to safetensors or --to mlx-model, whose readers render the template",
             )
     return ()
+
+
+def _notes(loaded: LoadedModel, request: Request, reading: Reading) -> list[str]:
+    """Return what a reader of the file should know about its date and its ends."""
+    tokenizer: Any = loaded.tokenizer
+    task = request.task
+    notes = date_notes(task, tokenizer.chat_template if task is None else task.chat_template)
+    if notes and f"{CLOCK}(" in json.dumps(reading.templates):
+        notes = ["llama.cpp's prompt has the date of the day; that of the training had another"]
+    _, beyond = split_ends(tokenizer, _stops(loaded, request.task))
+    if beyond:
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond)))
+        notes.append(
+            f"llama.cpp takes {ENDS} end tokens, and does not stop at {len(beyond)} more of the"
+            f" model's: {names}; give them as its reverse prompts"
+        )
+    return notes
 
 
 def _stops(loaded: LoadedModel, task: TrainedTask | None) -> list[int]:
@@ -233,6 +260,31 @@ def _read(
     for name, parts in names.items():
         if all(part in tensors for part in parts):
             yield name, family.gguf_tensor(name, stored_weight(tensors, parts, path), dims)
+
+
+def _check_stored(
+    path: Path, plan: dict[str, Any], divisors: dict[str, np.ndarray], request: Request
+) -> None:
+    """Hold the file's tensors against the plan: no other ones, and the rotary divisors to the bit.
+
+    Raises:
+        VerificationError: names a tensor that is missing, not planned, or different.
+    """
+    from gguf import GGUFReader
+
+    stored = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+    wrong = sorted(stored.keys() ^ plan.keys())
+    wrong += [
+        name for name, value in divisors.items() if not np.array_equal(stored.get(name), value)
+    ]
+    if wrong:
+        raise VerificationError(
+            f"read back, tensor '{wrong[0]}' of {request.out} is not base plus adapter; nothing"
+            " was written",
+            expected=f"the {len(plan)} tensors of the model",
+            received=f"{len(stored)} tensors, {len(wrong)} of them wrong",
+            hint="please report this with the model and the adapter",
+        )
 
 
 def _kept(

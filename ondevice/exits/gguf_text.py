@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import VerificationError
-from ondevice.data.tasks.chat_template import apply_template
+from ondevice.data.tasks.chat_template import apply_template, with_date
 from ondevice.data.tasks.trained import TrainedTask
 from ondevice.exits.task import PLAIN, is_plain
 from ondevice.gguf.metadata import Metadata
@@ -118,7 +118,7 @@ def reading_of(
     trials = tuple(_trials(framed, task, has_chat))
     templates: Templates = PLAIN
     if not is_plain(task):
-        templates = framed.chat_template
+        templates = _dated(framed.chat_template, tokenizer, task)
     name = _plain_name(stem)
     strips = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
     if strips and tokenizer.get_vocab().keys() >= {
@@ -139,6 +139,16 @@ def reading_of(
         fault = next(pair for pair in best.differs if _is_needed(pair[0], has_chat))
         raise refusal(fault, tokenizer, where, "llama.cpp's rules")
     return best
+
+
+def _dated(framed: Templates, tokenizer: Any, task: TrainedTask | None) -> Templates:
+    """Return the templates that a file gets: with the date of the training as a text."""
+    if task is None or task.date is None:
+        return framed
+    plain: Templates = task.chat_template or tokenizer.chat_template
+    if isinstance(plain, str):
+        return with_date(plain, task.date)
+    return {name: with_date(text, task.date) for name, text in (plain or {}).items()} or None
 
 
 def mismatches(

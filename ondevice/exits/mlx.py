@@ -7,11 +7,12 @@ from pathlib import Path
 from ondevice.artifact.adapter import CONFIG_NAME
 from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter, save_mlx_lm_adapter
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.exits.check import check_adapter
+from ondevice.exits.check import check_adapter, refuse_own_head
 
 
 def write(request: Request, folder: Path) -> Checked:
     """Write `adapter_config.json` and `adapters.safetensors`."""
+    refuse_own_head(request, "mlx-lm")
     save_mlx_lm_adapter(request.adapter, folder)
     return check_adapter(request, load_mlx_lm_adapter(folder))
 

@@ -12,7 +12,7 @@ import numpy as np
 from ondevice.artifact.files import storage_errors, write_tensors
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.exits.check import check_merged, merge
+from ondevice.exits.check import Rounding, check_merged, merge
 from ondevice.models.save import FILE_NAME, save_description
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ def write(request: Request, folder: Path) -> Checked:
         if _is_packed(value):
             for part, array in zip(PARTS, _pack(mx, value, bits)):
                 tensors[_part(name, part)] = array
-            limits[name] = 2.0 / (2**bits - 1)
+            limits[name] = Rounding(3.0 / (2**bits - 1), GROUP, 2.0 ** (bits - 25))
         else:
-            tensors[name], limits[name] = value.astype(np.float16), 2.0**-10
+            tensors[name] = value.astype(np.float16)
+            limits[name] = Rounding(2.0**-10, floor=2.0**-25)
     with storage_errors(request.out):
         import torch
 
@@ -61,12 +62,13 @@ def write(request: Request, folder: Path) -> Checked:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(folder / FILE_NAME, tensors)
     kept = _kept(mx, request, state, bits)
-    return check_merged(request, merged, _read(mx, folder / FILE_NAME, names, bits), limits, kept)
+    return check_merged(request, merged, _read(mx, folder, names, bits), limits, kept)
 
 
 def _mlx() -> Any:
     try:
         import mlx.core as mx
+        import mlx_lm  # noqa: F401 - reads the folder back
     except ImportError:
         raise MissingPackageError(
             "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
@@ -89,23 +91,40 @@ def _pack(mx: Any, value: np.ndarray, bits: int) -> list[np.ndarray]:
         return [np.array(part) for part in packed]
 
 
-def _unpack(mx: Any, parts: list[np.ndarray], bits: int) -> np.ndarray:
+def _unpack(mx: Any, parts: list[Any], bits: int) -> np.ndarray:
     with mx.stream(mx.cpu):
         return np.array(mx.dequantize(*map(mx.array, parts), group_size=GROUP, bits=bits)).astype(
             np.float32
         )
 
 
-def _read(mx: Any, path: Path, names: list[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
-    from safetensors.numpy import load_file
+def _read(mx: Any, folder: Path, names: list[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every parameter of the model that mlx-lm makes of the folder, unpacked."""
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
 
-    stored = load_file(path)
+    try:
+        model, _ = load_model(folder, lazy=True)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            "mlx-lm does not read the model; nothing was written",
+            received=f"{type(error).__name__}: {error}",
+            hint="use --to safetensors or --to gguf",
+        ) from None
+    stored: dict[str, Any] = dict(tree_flatten(model.parameters()))
     for name in names:
-        parts = [stored.get(_part(name, part)) for part in PARTS]
+        parts = [stored.pop(_part(name, part), None) for part in PARTS]
         if all(part is not None for part in parts):
-            yield name, _unpack(mx, parts, bits)  # type: ignore[arg-type]
-        elif name in stored:
-            yield name, stored[name].astype(np.float32)
+            yield name, _unpack(mx, parts, bits)
+        elif parts[0] is not None:
+            yield name, _as_float32(mx, parts[0])
+    for name, value in stored.items():  # which the comparison refuses
+        yield name, _as_float32(mx, value)
+
+
+def _as_float32(mx: Any, value: Any) -> np.ndarray:
+    with mx.stream(mx.cpu):
+        return np.array(value.astype(mx.float32))
 
 
 def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:

@@ -20,7 +20,7 @@ from ondevice.data.tasks.chat_template import CLOCK, ChatTemplate, apply_templat
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask
 from ondevice.exits import gguf
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.exits.task import is_plain
+from ondevice.exits.task import date_notes, is_plain
 from ondevice.models import load_tokenizer
 
 MODEL_NAME = "model.gguf"
@@ -35,6 +35,10 @@ _NO_DATE = (
     " compare its answers"
 )
 _NO_TOOLS = "the Modelfile's template has no tools, which the model's own has: Ollama refuses them"
+_NAMED = (
+    "Ollama has one template, the model's default; its {count} others by name are only in"
+    " model.gguf: {names}"
+)
 _ROLES = ("system", "user", "assistant")
 _MARK = "\u2603"
 _TRIALS = (
@@ -94,7 +98,7 @@ def write(request: Request, folder: Path) -> Checked:
     text, notes = modelfile(tokenizer, request.task)
     atomic_write(folder / MARKER, text)
     create = f"cd {request.out} && ollama create {request.out.name} -f {MARKER}"
-    return replace(checked, notes=(*checked.notes, *notes, create))
+    return replace(checked, notes=tuple(dict.fromkeys((*checked.notes, *notes, create))))
 
 
 def modelfile(tokenizer: Any, task: TrainedTask | None) -> tuple[str, list[str]]:
@@ -116,12 +120,12 @@ def _template(tokenizer: Any, task: TrainedTask | None) -> tuple[str | None, lis
     if is_plain(task):
         return PLAIN, []
     framed = tokenizer if task is None else task.with_template(tokenizer)
-    notes = []
-    date = None if task is None else task.date
-    if CLOCK in json.dumps(framed.chat_template):
-        if date is None:
-            return None, [_NO_DATE]
-        notes.append(f"the prompt has the date of the training for ever: {date:%Y-%m-%d}")
+    notes = date_notes(task, framed.chat_template)
+    if CLOCK in json.dumps(framed.chat_template) and not notes:
+        return None, [_NO_DATE]
+    if isinstance(framed.chat_template, dict):
+        others = sorted(framed.chat_template.keys() - {"default"})
+        notes.append(_NAMED.format(count=len(others), names=", ".join(others)))
     found = template_of(framed)
     if found is not None and _adds_first(tokenizer):
         found = found.without(tokenizer.bos_token)

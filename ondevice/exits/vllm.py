@@ -11,7 +11,7 @@ from ondevice.artifact.adapter import CONFIG_NAME, load_adapter, save_adapter
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import ConfigError
 from ondevice.exits.base import Checked, Form, Request
-from ondevice.exits.check import check_adapter
+from ondevice.exits.check import check_adapter, refuse_own_head
 from ondevice.models.sources import resolve as sources
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -21,6 +21,7 @@ COMMAND_NAME = "serve.sh"
 
 def write(request: Request, folder: Path) -> Checked:
     """Write the adapter, and a shell script with the command that serves it."""
+    refuse_own_head(request, "vLLM")
     base = _served(request)
     save_adapter(replace(request.adapter, base_model=base), folder)
     checked = check_adapter(request, load_adapter(folder))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 WRITTEN_WORDS = {WORDS[name]: name for name in ("llama-bpe", "qwen2")}
 """llama.cpp's name of each pattern that a `Split` step has. A byte-level step without a pattern
 follows it."""
+KNOWN_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+)
+"""Special tokens at which llama.cpp stops because of their names."""
+ENDS = 3
+"""End tokens that have a key: eos, eot and eom."""
 _NO_MERGE = ("<none>", "<none>")
 """llama.cpp loads no file without merges; no token has this name, so this merge never applies."""
 _USE_LORA = "--to gguf-lora, next to a GGUF file of the base model"
@@ -162,15 +168,30 @@ def _adds_space(rules: dict[str, Any], where: str) -> bool:
     )
 
 
-def _add_special(writer: GGUFWriter, tokenizer: Any, stops: Sequence[int]) -> None:
-    """Add the ids that begin and end a text, and whether they are added."""
+def split_ends(tokenizer: Any, stops: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the end tokens that have a key in the file, and those that llama.cpp does not stop at.
+
+    llama.cpp stops at three tokens with keys, and at those with a name that it knows.
+    """
     own = tokenizer.eos_token_id
     ends = list(dict.fromkeys(number for number in (own, *stops) if number is not None))
+    if own is None:
+        own = next(iter(ends), None)
+    others = [number for number in ends if number != own]
+    named = [n for n in others if tokenizer.convert_ids_to_tokens(n) in KNOWN_ENDS]
+    unnamed = [number for number in others if number not in named]
+    keyed = [own, *unnamed, *named][:ENDS]
+    return [n for n in keyed if n is not None], unnamed[ENDS - 1 :]
+
+
+def _add_special(writer: GGUFWriter, tokenizer: Any, stops: Sequence[int]) -> None:
+    """Add the ids that begin and end a text, and whether they are added."""
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
+    keyed, _ = split_ends(tokenizer, stops)
     # llama.cpp stops at each of the three; templates write the first.
     for number, add in zip(
-        ends, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+        keyed, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     ):
         add(number)
     if tokenizer.pad_token_id is not None:

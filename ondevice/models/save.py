@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors, write_tensors
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_object
+from ondevice.models.sources.resolve import FILE_NAME
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ondevice.models.load import LoadedModel
     from ondevice.models.open import ModelFiles
 
-FILE_NAME = "model.safetensors"
 GENERATION_NAME = "generation_config.json"
 _TOKENIZER_PATTERNS = (
     "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",

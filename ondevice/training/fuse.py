@@ -15,9 +15,9 @@ from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.data.tasks.trained import TASK_NAME, read_trained_task, to_text
-from ondevice.models import LoadedModel, load_model, save_tokenizer
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models import LoadedModel, load_model
 from ondevice.models.load import DTYPES
+from ondevice.models.merged import save_merged
 from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
@@ -27,6 +27,8 @@ from ondevice.training.usage import README_NAME, readme
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ondevice.artifact.adapter import Adapter
 
 PROMPTS = (
     "The capital of France is",
@@ -72,8 +74,10 @@ def fuse(
 ) -> FuseReport:
     """Write base plus adapter as a Hugging Face folder (safetensors, tokenizer), checked before it is there.
 
-    The written folder is loaded again; on `prompts` its logits must differ from the base's and equal those
-    of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded once.
+    Every tensor that the adapter does not change, a vision tower's too, keeps its bits. The
+    written folder is loaded again; on `prompts` its logits must differ from the base's and equal
+    those of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded
+    once.
 
     Args:
         adapter_folder: of an adapter, or of the run that trained it.
@@ -97,6 +101,7 @@ def fuse(
         source = exported.source
         revision = exported.revision
     adapter.check_changes(adapter_folder)
+    convert = dtype is not None
     dtype = dtype or _stored_dtype(source, revision)
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
     _log.info("loading %s", source)
@@ -126,7 +131,7 @@ def fuse(
     fuse_in_place(loaded)
     # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
     with atomic_directory(out, marker="config.json") as partial:
-        _save(loaded, dtype, partial)
+        _save(loaded, adapter, dtype, partial, convert=convert)
         if task is not None:
             add_ends(partial, task.trained_ends(loaded.tokenizer))
             (partial / TASK_NAME).write_text(to_text(task), encoding="utf-8")
@@ -144,12 +149,12 @@ def _stored_dtype(source: str, revision: str | None) -> str:
     return stored if stored in DTYPES else "float32"
 
 
-def _save(loaded: LoadedModel, dtype: str, folder: Path) -> None:
-    import torch
-
-    with quiet_transformers():
-        loaded.model.to(getattr(torch, dtype)).save_pretrained(folder)
-    save_tokenizer(loaded, folder)
+def _save(
+    loaded: LoadedModel, adapter: Adapter, dtype: str, folder: Path, *, convert: bool
+) -> None:
+    experts = set(adapter.expert_parameters)
+    changed = {name if name in experts else f"{name}.weight" for name in adapter.linears}
+    save_merged(loaded, changed, dtype, folder, convert=convert)
     for path in folder.iterdir():  # safetensors files come readable by their owner only
         path.chmod((folder / "config.json").stat().st_mode)
 

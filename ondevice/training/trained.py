@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from ondevice.artifact.adapter import CONFIG_NAME, is_mlx_lm
-from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.artifact.manifest import ANSWERS_FILE, MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import ModelInfo
@@ -71,6 +71,9 @@ def find_trained(source: str | os.PathLike[str], model: str | None = None) -> Tr
         return TrainedSource(
             "artifact", os.fspath(source), None, str(folder), task=_artifact_task(folder)
         )
+    if (folder / ANSWERS_FILE).is_file():
+        task = read_trained_task(folder)
+        return TrainedSource("artifact", str(source), None, str(folder), task=task)
     adapter = _inside(folder)
     if adapter is not None:
         kind: Literal["run", "adapter"] = "run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from ondevice.exits.ollama import modelfile
 from ondevice.gguf.metadata import Metadata
 from ondevice.gguf.read import open_gguf
 from ondevice.gguf.task import GGUF_KEY, read_task
-from ondevice.models import load_tokenizer
+from ondevice.models import load_model, load_tokenizer, save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
 from ondevice.training.usage import README_NAME
-from tests.exits.conftest import Case
+from tests.exits.conftest import Case, random_adapter
 from tests.exits.llama_cpp import LlamaCpp
 
 CLASSES = TrainedTask(
@@ -166,3 +167,58 @@ def test_ollama_gets_the_plain_prompt_of_what_was_trained_without_a_chat_templat
     text, _ = modelfile(Fake(CHAT_TEMPLATE), CLASSES)
     assert 'TEMPLATE """{{ .Prompt }}"""' in text and "im_start" not in text
     assert "PARAMETER num_predict 2\n" in text
+
+
+def test_every_end_token_has_a_key_a_name_that_llama_cpp_knows_or_is_said(tmp_path: Path) -> None:
+    """Of five ends two have keys, two llama.cpp knows by name, and one has to be named."""
+    model = save_tiny(tmp_path / "model", "llama", vocab=288)
+    tokenizer: Any = load_tokenizer(str(model))
+    marks = ["<|eot_id|>", "<one>", "<two>", "<three>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(model)
+    ids = tokenizer.convert_tokens_to_ids(marks)
+    config = {"eos_token_id": [tokenizer.eos_token_id, *ids]}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    save_adapter(random_adapter(load_model(str(model))), tmp_path / "adapter")
+    path = tmp_path / "out.gguf"
+    report = convert(tmp_path / "adapter", "gguf", path, model=str(model))
+    (note,) = [note for note in report.notes if "end tokens" in note]
+    assert "'<three>'" in note and "<two>" not in note and "eot_id" not in note
+    llama = LlamaCpp(path)
+    for mark, number in zip(marks, ids, strict=True):
+        answer = llama.complete("a", n_predict=4, logit_bias=[[number, 1000.0]])
+        assert (answer["finish_reason"] == "stop") == (mark != "<three>"), mark
+    again = load_model(str(path)).model.generation_config.eos_token_id
+    assert again == [tokenizer.eos_token_id, ids[1], ids[2]]
+
+
+def test_named_templates_are_kept_or_named_with_their_count(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    case = cases["llama"]
+    model = tmp_path / "model"
+    shutil.copytree(case.model, model)
+    named = {"rag": CHAT_TEMPLATE + "rag", "tool_use": CHAT_TEMPLATE + "{{ tools | tojson }}"}
+    (model / "additional_chat_templates").mkdir()
+    for name, text in named.items():
+        (model / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    wanted = load_tokenizer(str(model)).chat_template
+    assert wanted == {"default": CHAT_TEMPLATE, **named}
+    for form, place in (("safetensors", ""), ("mlx-model", ""), ("ollama", "model.gguf")):
+        out = tmp_path / form
+        report = convert(case.adapter, form, out, model=str(model))
+        assert load_tokenizer(str(out / place)).chat_template == wanted, form
+        said = [note for note in report.notes if "2 others by name" in note]
+        assert len(said) == (form == "ollama") and ("rag, tool_use" in "".join(said)) == bool(said)
+        if form == "ollama":
+            assert any("tools" in note for note in report.notes)
+
+
+def test_a_gguf_file_keeps_the_date_of_the_training_and_says_so(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    task = CHAT.model_copy(update={"chat_template": DATED, "date": datetime(2021, 3, 4)})
+    adapter = with_task(cases["llama"], tmp_path / "adapter", task)
+    report = convert(adapter, "gguf", tmp_path / "out.gguf", model=str(cases["llama"].model))
+    assert sum("2021-03-04" in note for note in report.notes) == 1
+    assert "04 Mar 2021" in LlamaCpp(tmp_path / "out.gguf").chat([{"role": "user", "content": "a"}])

@@ -334,6 +334,17 @@ _PERCENT = "\x00"
 _FORMAT = re.compile(r"""(["'])([^"'\\\n]*%[^"'\\\n]*)\1""")
 
 
+_CALL = re.compile(CLOCK + r"""\(\s*(["'])([^"'\\\n]*)\1\s*\)""")
+
+
+def with_date(template: str, when: datetime) -> str:
+    """Return a template with a text in place of each call of its clock that names its format.
+
+    For readers with a Jinja of their own, which may not take the macro of `clock`.
+    """
+    return _CALL.sub(lambda call: json.dumps(when.strftime(call[2])), template)
+
+
 def clock(when: datetime, template: str) -> str:
     """Write a macro that stands before the template's own clock.
 

@@ -28,6 +28,7 @@ from ondevice.core.untrusted import parse_row
 from ondevice.core.untrusted.yaml_documents import parse_yaml, read_yaml
 from ondevice.data.rows import BadRow, check_text, describe
 from ondevice.data.tasks.task import (
+    RECORD,
     Rendered,
     Task,
     answers_of,
@@ -35,6 +36,7 @@ from ondevice.data.tasks.task import (
     column,
     label_key,
     letter_of,
+    template_text,
 )
 
 _PLACEHOLDER = re.compile(r"\{([^{}\n]*)\}")
@@ -95,6 +97,8 @@ def load_task(path: str | Path) -> Task:
             use a field, or settings exclude each other.
     """
     path = Path(path)
+    if path.name == RECORD:
+        return read_task(template_text(str(path)), str(path))
     try:
         # Only text: YAML's own types would turn the answers Yes and No into booleans.
         values = read_yaml(path, yaml.BaseLoader)

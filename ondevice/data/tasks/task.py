@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from ondevice.core.untrusted import parse_row
+from ondevice.core.errors import ConfigError
+from ondevice.core.untrusted import parse_row, read_object
 from ondevice.data.rows import BadRow, check_text, describe
 
 Pairs = tuple[tuple[str, str], ...]
@@ -67,9 +69,30 @@ class Rendered:
     value: float | None = None
 
 
+RECORD = "ondevice_task.json"
+"""Name of the file in which a trained task is recorded, with its template."""
+
+
 def is_template(name: str | None) -> bool:
-    """Return whether a task's name is the path of a custom template."""
-    return name is not None and name.lower().endswith((".yaml", ".yml"))
+    """Return whether a task's name is the path of a custom template, or of a record that has one."""
+    if name is None:
+        return False
+    return name.lower().endswith((".yaml", ".yml")) or Path(name).name == RECORD
+
+
+def template_text(path: str) -> str:
+    """Return the text of a custom template, which may lie in the record of a trained task.
+
+    Raises:
+        ConfigError: a record cannot be read, or has no template.
+        OSError, ValueError: as `Path.read_text`.
+    """
+    if Path(path).name != RECORD:
+        return Path(path).read_text(encoding="utf-8")
+    text = read_object(Path(path), ConfigError, hint="copy it again").get("template")
+    if not isinstance(text, str):
+        raise ConfigError(f"{path} has no template", expected="a field 'template'", received=text)
+    return text
 
 
 def plain_name(name: str) -> str:

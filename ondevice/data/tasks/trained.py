@@ -25,10 +25,10 @@ from ondevice.data.readers.source import Record, Source
 from ondevice.data.reading import rows_of
 from ondevice.data.rows import Format, Row, Rows
 from ondevice.data.tasks.custom import read_task, template_json
-from ondevice.data.tasks.task import Task, is_template, letter_of
+from ondevice.data.tasks.task import RECORD, Task, is_template, letter_of, template_text
 from ondevice.data.tasks.templates import find_task
 
-TASK_NAME = "ondevice_task.json"
+TASK_NAME = RECORD
 _ANSWER = "\u2603"
 """Stands for the answer of a row to predict; no tokenizer joins it to the text before it."""
 _COLUMN = "ondevice's answer"
@@ -360,7 +360,7 @@ def named_task_only(name: str) -> TrainedTask:
     """Describe a task by its name or its template's path, if nothing recorded the training."""
     template = None
     if is_template(name):
-        template = Path(name).read_text(encoding="utf-8")
+        template = template_text(name)
     task = find_task(name)
     return TrainedTask(format=task.kind, task=task.name, template=template)
 
@@ -409,7 +409,7 @@ def trained_task(
         date: the present that the chat template saw.
     """
     named = data.task or task
-    template = Path(named).read_text(encoding="utf-8") if named and is_template(named) else None
+    template = template_text(named) if named and is_template(named) else None
     framed = dataset.template == "chat template"
     if named is None and dataset.task:
         named = dataset.task
@@ -440,7 +440,7 @@ def known_task(data: DataConfig, max_length_tokens: int) -> TrainedTask:
     """
     assert data.task is not None  # noqa: S101  the caller's condition
     task = find_task(data.task)
-    template = Path(data.task).read_text(encoding="utf-8") if is_template(data.task) else None
+    template = template_text(data.task) if is_template(data.task) else None
     return TrainedTask(
         format=task.kind,
         task=task.name,

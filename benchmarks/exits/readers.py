@@ -1,0 +1,154 @@
+"""The programs that read what was trained, each asked in the way that its users ask it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib import request
+
+import numpy as np
+
+from ondevice.server.client import Client
+
+Scorer = Callable[[str, Sequence[str]], list[float]]
+"""A prompt and its candidate answers to the mean log likelihood of each answer's tokens."""
+
+
+def ondevice(*words: object) -> dict[str, Any]:
+    """Run the command with `--json`; return the object of its last line."""
+    command = [sys.executable, "-m", "ondevice", *map(str, words), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextmanager
+def daemon(store: Path) -> Iterator[Client]:
+    """Serve over a store, and yield a client."""
+    command = [sys.executable, "-m", "ondevice", "serve", "--store", str(store), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        started = json.loads(process.stdout.readline())
+        yield Client(started["address"], timeout_s=3600)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def scored(ids: Sequence[int], start: int, log_probabilities: np.ndarray) -> float:
+    """Return the mean of an answer's tokens, which begin at `start`; row t is of token t + 1."""
+    places = range(start, len(ids))
+    return float(np.mean([log_probabilities[place - 1, ids[place]] for place in places]))
+
+
+def transformers_scorer(folder: Path) -> Scorer:
+    """Score with a folder that `ondevice fuse` wrote, by transformers only."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+
+    def score(prompt: str, answers: Sequence[str]) -> list[float]:
+        start = len(tokenizer(prompt)["input_ids"])
+        result = []
+        for answer in answers:
+            ids = tokenizer(prompt + answer)["input_ids"]
+            with torch.inference_mode():
+                logits = model(torch.tensor([ids])).logits[0].double()
+            result.append(scored(ids, start, torch.log_softmax(logits, -1).numpy()))
+        return result
+
+    return score
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp (`xllamacpp`) with its own settings, on the CPU."""
+
+    def __init__(self, path: Path, context_tokens: int = 512) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = context_tokens
+        params.n_parallel = 1
+        params.warmup = False
+        params.n_gpu_layers = 0
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        params.cpuparams.n_threads = threads
+        params.cpuparams_batch.n_threads = threads
+        self.server = xllamacpp.Server(params)
+        self.vocab = 0
+
+    def tokens(self, text: str) -> list[int]:
+        """Return a text's ids, as llama.cpp cuts it."""
+        return self._post(
+            "tokenize", {"content": text, "add_special": True, "parse_special": True}
+        )["tokens"]
+
+    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        """Return the choice of a completion at temperature 0."""
+        body = {"prompt": prompt, "temperature": 0, "cache_prompt": True, **options}
+        answer: Any = self.server.handle_completions(body)
+        if not isinstance(answer, dict):
+            answer = json.loads(answer)
+        if "error" in answer:
+            raise RuntimeError(str(answer["error"]))
+        return answer["choices"][0]
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """Return the reply to a conversation, framed by the file's own template."""
+        body = {"messages": messages, "temperature": 0, **options}
+        return self._post("v1/chat/completions", body)["choices"][0]["message"]["content"]
+
+    def next_log_probabilities(self, ids: list[int], vocab: int) -> dict[int, float]:
+        """Return the natural logarithm of each next token's probability.
+
+        The token that is drawn is made to be one letter, as an end comes without numbers; they are
+        those before that bias.
+        """
+        bias = [[self._letter, 1000.0]]
+        choice = self.complete(ids, n_predict=1, n_probs=vocab, logit_bias=bias)
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        return {entry["id"]: entry["logprob"] for entry in top}
+
+    @property
+    def _letter(self) -> int:
+        return self.tokens("a")[-1]
+
+    def scorer(self, vocab: int) -> Scorer:
+        """Score with the file; answers that begin with the same tokens share their questions."""
+
+        def score(prompt: str, answers: Sequence[str]) -> list[float]:
+            start = len(self.tokens(prompt))
+            known: dict[tuple[int, ...], dict[int, float]] = {}
+            result = []
+            for answer in answers:
+                ids = self.tokens(prompt + answer)
+                values = []
+                for place in range(start, len(ids)):
+                    before = tuple(ids[:place])
+                    if before not in known:
+                        known[before] = self.next_log_probabilities(list(before), vocab)
+                    values.append(known[before][ids[place]])
+                result.append(float(np.mean(values)))
+            return result
+
+        return score
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        url = f"{self.server.listening_address}/{path}"
+        with request.urlopen(request.Request(url, json.dumps(body).encode(), headers)) as reply:
+            return json.load(reply)
