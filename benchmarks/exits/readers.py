@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import numpy as np
 
 from ondevice.server.client import Client
 
+LIKELIEST = 500
+"""Tokens whose probabilities llama.cpp is first asked for, of all tens of thousands."""
 Scorer = Callable[[str, Sequence[str]], list[float]]
 """A prompt and its candidate answers to the mean log likelihood of each answer's tokens."""
 
@@ -47,9 +50,9 @@ def daemon(store: Path) -> Iterator[Client]:
 
 
 def scored(ids: Sequence[int], start: int, log_probabilities: np.ndarray) -> float:
-    """Return the mean of an answer's tokens, which begin at `start`; row t is of token t + 1."""
-    places = range(start, len(ids))
-    return float(np.mean([log_probabilities[place - 1, ids[place]] for place in places]))
+    """Return the mean of an answer's tokens, which begin at `start`, as do the rows."""
+    answer = ids[start:]
+    return float(np.mean([log_probabilities[at, number] for at, number in enumerate(answer)]))
 
 
 def transformers_scorer(folder: Path) -> Scorer:
@@ -63,11 +66,14 @@ def transformers_scorer(folder: Path) -> Scorer:
     def score(prompt: str, answers: Sequence[str]) -> list[float]:
         start = len(tokenizer(prompt)["input_ids"])
         result = []
-        for answer in answers:
-            ids = tokenizer(prompt + answer)["input_ids"]
-            with torch.inference_mode():
-                logits = model(torch.tensor([ids])).logits[0].double()
-            result.append(scored(ids, start, torch.log_softmax(logits, -1).numpy()))
+        with torch.inference_mode():
+            for answer in answers:
+                ids = tokenizer(prompt + answer)["input_ids"]
+                if not result:
+                    read = model(torch.tensor([ids[: start - 1]]), use_cache=True).past_key_values
+                rest = torch.tensor([ids[start - 1 :]])
+                logits = model(rest, past_key_values=copy.deepcopy(read)).logits[0].double()
+                result.append(scored(ids, start, torch.log_softmax(logits, -1).numpy()))
         return result
 
     return score
@@ -89,7 +95,7 @@ class LlamaCpp:
         params.cpuparams.n_threads = threads
         params.cpuparams_batch.n_threads = threads
         self.server = xllamacpp.Server(params)
-        self.vocab = 0
+        self._letter = self.tokens("a")[-1]
 
     def tokens(self, text: str) -> list[int]:
         """Return a text's ids, as llama.cpp cuts it."""
@@ -112,20 +118,16 @@ class LlamaCpp:
         body = {"messages": messages, "temperature": 0, **options}
         return self._post("v1/chat/completions", body)["choices"][0]["message"]["content"]
 
-    def next_log_probabilities(self, ids: list[int], vocab: int) -> dict[int, float]:
-        """Return the natural logarithm of each next token's probability.
+    def next_log_probabilities(self, ids: list[int], count: int) -> dict[int, float]:
+        """Return the natural logarithms of the probabilities of the `count` likeliest tokens.
 
         The token that is drawn is made to be one letter, as an end comes without numbers; they are
         those before that bias.
         """
         bias = [[self._letter, 1000.0]]
-        choice = self.complete(ids, n_predict=1, n_probs=vocab, logit_bias=bias)
+        choice = self.complete(ids, n_predict=1, n_probs=count, logit_bias=bias)
         top = choice["logprobs"]["content"][0]["top_logprobs"]
         return {entry["id"]: entry["logprob"] for entry in top}
-
-    @property
-    def _letter(self) -> int:
-        return self.tokens("a")[-1]
 
     def scorer(self, vocab: int) -> Scorer:
         """Score with the file; answers that begin with the same tokens share their questions."""
@@ -139,8 +141,9 @@ class LlamaCpp:
                 values = []
                 for place in range(start, len(ids)):
                     before = tuple(ids[:place])
-                    if before not in known:
-                        known[before] = self.next_log_probabilities(list(before), vocab)
+                    for count in (LIKELIEST, vocab):
+                        if ids[place] not in known.get(before, {}):
+                            known[before] = self.next_log_probabilities(list(before), count)
                     values.append(known[before][ids[place]])
                 result.append(float(np.mean(values)))
             return result
