@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from ondevice.api import export as artifacts
+from ondevice.api.predict import predict
 from ondevice.api.runfile import RunConfig
+from ondevice.api.train import run_artifact
+from ondevice.api.trained_chat import TrainedChat
 from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import DataError
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, read_trained_task
 from tests.programs import model
 
@@ -24,10 +28,10 @@ candidates: {0: Billing, 1: "Tech: \\u2028\\x85nical", 2: Größe 🐈}
 """
 
 
-def config(**data: Any) -> RunConfig:
+def config(method: str = "mesp", **data: Any) -> RunConfig:
     settings = {
         "model.source": str(model("one layer")),
-        "method.name": "mesp",
+        "method.name": method,
         "export.target": "android-cpu",
         "export.lengths_tokens": [24],
         "export.check_steps": 1,
@@ -78,3 +82,38 @@ def test_a_task_needs_no_rows_and_no_task_leaves_no_record() -> None:
     assert record is not None
     assert (record.task, record.format, record.max_length_tokens) == ("sst2", "classification", 24)
     assert recorded() is None
+
+
+@pytest.mark.parametrize("method", ["mesp", "prge"])
+def test_run_predict_and_chat_follow_the_template_of_the_artifact(
+    method: str, tmp_path: Path
+) -> None:
+    """Nobody names the template again, and its file is gone."""
+    pytest.importorskip("executorch.exir")
+    (tmp_path / "own.yaml").write_text(TEMPLATE, encoding="utf-8")
+    artifact = artifacts.export(
+        config(method, task=str(tmp_path / "own.yaml")), tmp_path / "artifact"
+    ).path
+    (tmp_path / "own.yaml").unlink()
+    rows = tmp_path / "rows.csv"
+    rows.write_text("Text;Kind\nmy card;1\nmy bill;0\n", encoding="utf-8")
+    settings = {"data.path": str(rows), "train.steps": 1, "train.out": str(tmp_path / "run")}
+    trained = run_artifact(artifact, artifacts.run_config(artifact, None, settings))
+    assert trained.adapter is not None
+    record = read_trained_task(artifact)
+    written = read_trained_task(trained.adapter)
+    assert record is not None and written is not None
+    assert (written.template, written.format) == (record.template, "classification")
+    assert written.prompt == "Ticket: {Text}\nTeam:\n"
+    labels = ("Billing", "Tech: \u2028\x85nical", "Größe 🐈")
+    for adapter in (None, trained.adapter):
+        found = predict(artifact, [{"Text": "my card"}], adapter=adapter)
+        assert tuple(found[0].probabilities) == labels
+        (reply,) = TrainedChat(str(artifact), adapter).stream(
+            [{"role": "user", "content": "my card"}]
+        )
+        assert reply.startswith(str(found[0].prediction))
+
+    with pytest.raises(DataError):
+        rows.write_text("Body;Kind\nmy card;1\n", encoding="utf-8")
+        run_artifact(artifact, artifacts.run_config(artifact, None, settings), overwrite=True)
