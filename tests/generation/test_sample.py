@@ -67,5 +67,5 @@ def test_a_generator_penalises_a_prompt_of_which_it_has_read_a_part() -> None:
     {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"repetition_penalty": 0.0},
 ])  # fmt: skip
 def test_a_number_out_of_range_is_refused(options) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError):
         Sampling(**options)
