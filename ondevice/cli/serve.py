@@ -33,6 +33,13 @@ Port = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
 ]
 Cert = Annotated[Path | None, typer.Option("--tls-cert", help="TLS certificate (PEM).")]
+Unknown = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unknown-fields",
+        help="Ignore fields of OpenAI's requests that are not known; else they are refused.",
+    ),
+]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Private key of --tls-cert (PEM).")]
 
 
@@ -44,6 +51,7 @@ def serve(
     port: Port = 8765,
     tls_cert: Cert = None,
     tls_key: Key = None,
+    allow_unknown_fields: Unknown = False,
     json: common.Json = False,
 ) -> None:
     """Run the daemon: a queue of jobs, an HTTP API and a web page. Ctrl-C saves and stops."""
@@ -59,7 +67,7 @@ def serve(
     def ready(address: str) -> None:
         show({"address": address}, f"ready on {address}", json)
 
-    daemon.serve(store, host, port, tls_cert, tls_key, ready, fleet_progress)
+    daemon.serve(store, host, port, tls_cert, tls_key, ready, fleet_progress, allow_unknown_fields)
 
 
 @app.command()
@@ -172,6 +180,7 @@ def install(
     port: Port = 8765,
     tls_cert: Cert = None,
     tls_key: Key = None,
+    allow_unknown_fields: Unknown = False,
     offline: Annotated[
         bool, typer.Option("--offline", help="Let the kernel drop packets from other machines.")
     ] = False,
@@ -188,7 +197,13 @@ def install(
     from ondevice.server import systemd
 
     text = systemd.unit(
-        host, port, tls_cert, tls_key, offline=offline, groups=systemd.existing_groups()
+        host,
+        port,
+        tls_cert,
+        tls_key,
+        allow_unknown_fields=allow_unknown_fields,
+        offline=offline,
+        groups=systemd.existing_groups(),
     )
     if only_print:
         if json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has made of a text: tokens of the prompt that were read, or a drawn token."""
+    """What a step has made of a text: tokens of the prompt that were read, and a drawn token."""
 
     row: Row
     prompt: tuple[Token, ...] = ()
@@ -110,30 +110,30 @@ class Batch:
             steps.append(self._draw(row, self._feed(row, row.drawn[-1:], 1)[-1]))
         if self._reading:
             row = self._reading.popleft()
-            steps += self._read(row)
+            steps.append(self._read(row))
         for step in steps:
             if step.row.is_done:
                 self.remove(step.row)
         return steps
 
-    def _read(self, row: Row) -> list[Step]:
+    def _read(self, row: Row) -> Step:
         """Read the next piece of a prompt; after the last one draw the first token."""
         begin = row.read
         piece = row.prompt[begin : begin + self._piece]
         logits = self._feed(row, piece, 1 if row.prompt_top is None else 0)
-        steps = []
+        step = Step(row)
         if row.prompt_top is not None:
-            steps.append(Step(row, prompt=_reported(row, begin, logits)))
+            step = Step(row, prompt=_reported(row, begin, logits))
         if row.read < len(row.prompt):
             self._reading.append(row)
-            return steps
+            return step
         if row.max_new_tokens == 0:
             row.is_done = True
-            return [*steps, Step(row)]
-        steps.append(self._draw(row, logits[-1]))
+            return step
+        step = replace(step, token=self._draw(row, logits[-1]).token)
         if not row.is_done:
             self._join(row)
-        return steps
+        return step
 
     def _join(self, row: Row) -> None:
         """Let a text share the passes of others, if the model can."""

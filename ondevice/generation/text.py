@@ -3,15 +3,15 @@ text."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ondevice.generation.token_bytes import token_bytes
+
 if TYPE_CHECKING:
     from ondevice.generation.sample import Token
-
-INCOMPLETE = "\ufffd"
-"""The text that a tokenizer returns for bytes that do not form a character yet."""
 
 
 @dataclass
@@ -29,10 +29,15 @@ class Ending:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a text: what became certain, and the tokens that end in it."""
+    """A part of a text: what became certain, and the tokens that end in it.
+
+    Attributes:
+        offsets: for each token the character of the whole text with which it begins.
+    """
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 class Text:
@@ -40,19 +45,26 @@ class Text:
 
     Args:
         stop: texts that end the generated text, and are not part of it.
+        shows_special: write the names of special tokens.
 
     Attributes:
         ending: how it ended, or how many tokens it has so far.
         is_done: a token or a stop text has ended it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), shows_special: bool = False
+    ) -> None:
         self.stop = stop
         self.ending = Ending()
         self.is_done = False
-        self._ids: list[int] = []
-        self._waiting: list[tuple[int, Token]] = []
+        self._bytes = token_bytes(tokenizer)
+        self._hidden = frozenset() if shows_special else self._bytes.hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""
+        """Complete characters."""
+        self._waiting: list[tuple[int, int, Token]] = []
+        """Tokens that were not returned, each with its first character and the one after it."""
         self._sent = 0
         """Characters that were returned."""
 
@@ -69,31 +81,31 @@ class Text:
 
     def _add(self, token: Token) -> Part:
         """Return the text that is complete and cannot become a stop text."""
-        self._ids.append(token.id)
-        text = self._decode()
-        self._waiting.append((len(text), token))
-        stops = [index for word in self.stop if (index := text.find(word)) >= 0]
+        begin = len(self._text)
+        if token.id not in self._hidden:
+            self._text += self._decoder.decode(self._bytes.of(token.id))
+        pending = bool(self._decoder.getstate()[0])
+        self._waiting.append((begin, len(self._text) + pending, token))
+        stops = [index for word in self.stop if (index := self._text.find(word)) >= 0]
         if stops:
             self.is_done = True
-            return self._part(text[: min(stops)])
-        certain = text.rstrip(INCOMPLETE)
-        uncertain = max((_overlap(certain, word) for word in self.stop), default=0)
-        return self._part(certain[: len(certain) - uncertain])
+            return self._part(min(stops))
+        uncertain = max((_overlap(self._text, word) for word in self.stop), default=0)
+        return self._part(len(self._text) - uncertain)
 
     def rest(self) -> Part:
         """End the text; return what remains, with incomplete characters."""
         self.is_done = True
-        part = self._part(self._decode())
-        return Part(part.text, (*part.tokens, *(token for _, token in self._waiting)))
+        self._text += self._decoder.decode(b"", final=True)
+        return self._part(len(self._text))
 
-    def _decode(self) -> str:
-        return str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
-
-    def _part(self, text: str) -> Part:
-        new, self._sent = text[self._sent :], max(self._sent, len(text))
-        done = [token for end, token in self._waiting if end <= self._sent]
+    def _part(self, end: int) -> Part:
+        """Return the text up to a character, and the tokens that end in it."""
+        new = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        done = [one for one in self._waiting if one[1] <= self._sent]
         self._waiting = self._waiting[len(done) :]
-        return Part(new, tuple(done))
+        return Part(new, tuple(one[2] for one in done), tuple(one[0] for one in done))
 
 
 def parts(

@@ -42,10 +42,6 @@ class TokenBytes:
             self._known[number] = self._bytes_of(number)
         return self._known[number]
 
-    def join(self, numbers: Any) -> bytes:
-        """Return the bytes of tokens, without special ones."""
-        return b"".join(self.of(number) for number in numbers if number not in self.hidden)
-
     def _bytes_of(self, number: int) -> bytes:
         if number in self._added:
             return self._added[number]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.routing import Match, Mount
 from starlette.staticfiles import StaticFiles
 
 from ondevice.core.version import own_version
@@ -30,6 +31,9 @@ from ondevice.server.routes import (
     uploads,
 )
 from ondevice.server.schemas import ErrorResponse
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 PAGE = Path(__file__).with_name("page")
 SCHEMES = {
@@ -105,8 +109,19 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         app.include_router(module.router)
     add_handlers(app)
     if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+        page = Page("/", StaticFiles(directory=PAGE, html=True), name="page")
+        app.router.routes.append(page)
     return app
+
+
+class Page(Mount):
+    """The page's files, but nothing of the API: there a wrong path or method is refused as such."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Leave /v1 to its routes."""
+        if scope["path"].startswith("/v1/"):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 def create_guarded(daemon: Daemon, host: str, tls: bool, life: Any = None) -> Guard:

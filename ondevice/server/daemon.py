@@ -43,13 +43,20 @@ class Daemon:
     Args:
         root: the store's folder.
         fleet_progress: see `Fleets`.
+        allows_unknown_fields: requests for completions may have fields that nobody knows.
 
     Raises:
         BusyError: another daemon serves this store.
     """
 
-    def __init__(self, root: str | Path, fleet_progress: Progress = lambda folder: None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        fleet_progress: Progress = lambda folder: None,
+        allows_unknown_fields: bool = False,
+    ) -> None:
         self.store = Store(root)
+        self.allows_unknown_fields = allows_unknown_fields
         self._lock = _locked(self.store.root / LOCK)
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)

@@ -23,7 +23,7 @@ from ondevice.core.errors import (
     TrainingError,
 )
 from ondevice.server.engine.fair import QueueFullError
-from ondevice.server.openai import error_fields, error_for
+from ondevice.server.openai import error_body, error_fields, error_for, is_openai
 from ondevice.server.predict import NoTaskError
 from ondevice.server.routes import json_response, refused
 from ondevice.server.routes.asking import LEFT, ClientLeft
@@ -114,7 +114,11 @@ async def refuse_request(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
     message = MESSAGES.get(status, "the request was refused")
-    return refused(status, message, headers=headers, path=request.url.path)
+    path = request.url.path
+    if status == 404 and path.startswith("/v1/") and not is_openai(path):
+        values = {"error": "Refused", "message": message, "hint": "GET /v1/openapi.json lists them"}
+        return json_response(404, error_body(404, values, missing="not_found"), headers)
+    return refused(status, message, headers=headers, path=path)
 
 
 async def report_bug(request: Request, error: Exception) -> Response:

@@ -39,6 +39,7 @@ def serve(
     tls_key: Path | None = None,
     ready: Callable[[str], None] = lambda address: None,
     fleet_progress: Progress = lambda folder: None,
+    allow_unknown_fields: bool = False,
 ) -> None:
     """Serve a store until SIGTERM or SIGINT; the running job is then saved and queued again.
 
@@ -49,6 +50,7 @@ def serve(
         tls_cert, tls_key: PEM files; both or none.
         ready: called with the address once the daemon listens.
         fleet_progress: see `Fleets`.
+        allow_unknown_fields: ignore fields of completions that nobody knows; else they are refused.
 
     Raises:
         BusyError: another daemon serves the store.
@@ -72,7 +74,7 @@ def serve(
                 f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner"
             )
     os.umask(0o077)  # only this user can read data and tokens
-    daemon = Daemon(store or default_store(), fleet_progress)
+    daemon = Daemon(store or default_store(), fleet_progress, allow_unknown_fields)
     ensure_guarded(daemon.store, host)
     start_log(daemon.store.root / "logs")
     if not is_loopback(host) and tls_cert is None:

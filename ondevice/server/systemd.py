@@ -101,6 +101,7 @@ def unit(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     *,
+    allow_unknown_fields: bool = False,
     offline: bool = False,
     groups: tuple[str, ...] = ("video", "render"),
     python: str = sys.executable,
@@ -108,6 +109,7 @@ def unit(
     """Write the unit's text.
 
     Args:
+        allow_unknown_fields: as for `server.serve.serve`.
         offline: also let the kernel drop what comes from or goes to other machines.
         groups: of the GPU's devices; systemd does not start a unit with an unknown group.
         python: the interpreter with ondevice; everybody must be able to read it, so not in a home.
@@ -118,6 +120,8 @@ def unit(
     words = python_command(
         "-m", "ondevice", "serve", "--host", host, "--port", str(port), python=python
     )
+    if allow_unknown_fields:
+        words.append("--allow-unknown-fields")
     files = {"tls-cert": tls_cert, "tls-key": tls_key}
     # A DynamicUser cannot read root's key: systemd passes a copy, in a folder of the service.
     credentials = {

@@ -158,11 +158,14 @@ def test_stop_words_end_an_answer_and_are_not_in_it(client, loaded) -> None:
 
 @pytest.mark.parametrize(("options", "status", "words"), [
     ({"model": "no-such-model"}, 404, "no such model"),
-    ({"n": 2}, 422, "'n' is not supported"),
+    ({"n": 129}, 422, "less than or equal to 128"),
+    ({"n": 65, "prompt": ["a", "b"]}, 422, "at most 128 texts"),
     ({"stop": ["a", "b", "c", "d", "e"]}, 422, "at most four"),
     ({"temperature": 3}, 422, "temperature"),
     ({"max_tokens": 100_000}, 422, "longer than the model takes; expected: at most 512 tokens"),
-    ({"logit_bias": {"5": 10}}, 422, "'logit_bias' is not supported"),
+    ({"logit_bias": {"5": 101}}, 422, "'logit_bias'; expected: numbers from -100 to 100"),
+    ({"logit_bias": {"100000": 1}}, 422, "'logit_bias'; expected: token ids from 0 to"),
+    ({"suffix": "b"}, 422, "'suffix' is not supported"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(client, options, status, words) -> None:
     asked = {"model": MODEL, "prompt": "a", "max_tokens": 2, **options}

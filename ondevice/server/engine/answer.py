@@ -8,7 +8,7 @@ from typing import Any
 
 from ondevice.core.errors import OndeviceError
 
-PLACE = ("model", "artifact", "adapter")
+PLACE = ("model", "artifact", "adapter", "precise")
 """Arguments that say where the model is."""
 
 
@@ -35,7 +35,7 @@ class Answer:
         self.client = client
         self.call = call
         self.arguments = arguments
-        self.place = [arguments[name] for name in PLACE]
+        self.place = [arguments.get(name) for name in PLACE]
         self.value: Any = None
         self.number = 0
         self._leave = leave

@@ -3,7 +3,7 @@ with probabilities on request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ondevice.core.errors import ConfigError
@@ -12,7 +12,12 @@ from ondevice.generation.generator import Generator
 from ondevice.generation.prompt import prompt_ids
 from ondevice.generation.sample import Sampler, Sampling, Token
 from ondevice.generation.text import Part, Text
+from ondevice.generation.token_bytes import TokenBytes, token_bytes
 from ondevice.models import LoadedModel
+from ondevice.server.engine.echo import echoed
+
+LEAST = -9999.0
+"""The least logarithm that JSON is told, as in OpenAI's API."""
 
 
 class Completion:
@@ -24,14 +29,18 @@ class Completion:
         max_new_tokens: None for as many as the model takes; 0 only reads the prompt.
         stop: texts that end the generated text, and are not part of it.
         top: how many likeliest tokens to report with each; None for no probabilities at all.
-        prompt_top: the same for the tokens of the prompt.
-        sampling: fields of `Sampling`.
+        echo: return the prompt, too, and its probabilities if `top` is not None.
+        stop_token_ids: tokens that end the text, in addition to the model's own.
+        ignore_eos: the model's own do not end it.
+        logit_bias: added to logits, by token id.
+        sampling: other fields of `Sampling`.
 
     Attributes:
         row: of the batch that generates it.
 
     Raises:
-        ConfigError: the prompt and the completion are longer than the model takes.
+        ConfigError: the prompt and the completion are longer than the model takes, or it does not
+            have a token.
         ModelError: messages for a model without a chat template.
     """
 
@@ -44,11 +53,14 @@ class Completion:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         top: int | None = None,
-        prompt_top: int | None = None,
+        echo: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        logit_bias: Mapping[str, float] | None = None,
         **sampling: Any,
     ) -> None:
-        self.loaded = loaded
         self.top = top
+        self._bytes = token_bytes(loaded.tokenizer)
         ids = _prompt_ids(loaded, generator.tokenizer, prompt)
         room = loaded.dims.max_positions - len(ids)
         wanted = max_new_tokens
@@ -61,9 +73,20 @@ class Completion:
                 received=f"{len(ids)} tokens of prompt and {wanted} of completion",
                 hint="shorten the prompt, or lower max_tokens",
             )
-        sampler = Sampler(Sampling(**sampling), ids, generator.end_tokens, top or 0)
-        self.row = Row(ids, sampler, wanted, prompt_top)
+        _check_ids(loaded, "stop_token_ids", stop_token_ids)
+        bias = {int(number): value for number, value in (logit_bias or {}).items()}
+        _check_ids(loaded, "logit_bias", [*bias])
+        ends = frozenset(stop_token_ids)
+        if not ignore_eos:
+            ends |= generator.end_tokens
+        sampler = Sampler(Sampling(logit_bias=bias, **sampling), ids, ends, top or 0)
+        self.row = Row(ids, sampler, wanted, top if echo else None)
         self.text = Text(loaded.tokenizer, stop)
+        self._echo: str | None = None
+        self._offsets: list[int] = []
+        if echo:
+            self._echo, self._offsets = echoed(loaded.tokenizer, prompt, ids)
+        self._reported = 0
 
     @property
     def tokens(self) -> int:
@@ -72,12 +95,15 @@ class Completion:
 
     def first(self) -> dict[str, Any]:
         """Return the first part."""
-        return {"prompt_tokens": len(self.row.prompt)}
+        return {"prompt_tokens": len(self.row.prompt), "echo": self._echo}
 
     def take(self, step: Step) -> Iterator[dict[str, Any]]:
         """Yield the parts that a step has made certain; `text.is_done` after the last one."""
         if step.prompt:
-            yield {"prompt": [entry(self.loaded, token) for token in step.prompt]}
+            begin = self._reported
+            self._reported += len(step.prompt)
+            offsets = self._offsets[begin : self._reported]
+            yield {"prompt": self._entries(step.prompt, offsets)}
         if step.token is not None:
             yield from self._shown(self.text.take(step.token))
         if step.row.is_done and not self.text.is_done:
@@ -91,27 +117,50 @@ class Completion:
     def _shown(self, part: Part) -> Iterator[dict[str, Any]]:
         entries = []
         if self.top is not None:
-            entries = [entry(self.loaded, token) for token in part.tokens]
+            begin = len(self._echo or "")
+            entries = self._entries(part.tokens, [begin + offset for offset in part.offsets])
         if part.text or entries:
             yield {"text": part.text, "tokens": entries}
+
+    def _entries(self, tokens: Sequence[Token], offsets: Sequence[int]) -> list[dict[str, Any]]:
+        return [
+            entry(self._bytes, token) | {"offset": offset}
+            for token, offset in zip(tokens, offsets, strict=True)
+        ]
 
 
 def _prompt_ids(loaded: LoadedModel, tokenizer: Any, prompt: Any) -> list[int]:
     """Return the prompt's token ids; ConfigError if ids are given that the model does not have."""
     if not isinstance(prompt, list) or not all(isinstance(item, int) for item in prompt):
         return list(prompt_ids(tokenizer, prompt, loaded.source.source))
-    if not prompt or not all(0 <= number < loaded.dims.vocab for number in prompt):
-        expected = f"ids from 0 to {loaded.dims.vocab - 1}"
-        raise ConfigError("a prompt of token ids", expected=expected, received=str(prompt)[:80])
+    _check_ids(loaded, "prompt", prompt)
+    if not prompt:
+        raise ConfigError("'prompt' is empty", expected="at least one token")
     return prompt
 
 
-def entry(loaded: LoadedModel, token: Token) -> dict[str, Any]:
-    """Return a token's probability as OpenAI's clients read it."""
+def _check_ids(loaded: LoadedModel, name: str, ids: Sequence[int]) -> None:
+    wrong = [number for number in ids if not 0 <= number < loaded.dims.vocab]
+    if wrong:
+        expected = f"token ids from 0 to {loaded.dims.vocab - 1}"
+        raise ConfigError(f"'{name}'", expected=expected, received=wrong[0])
+
+
+def entry(own: TokenBytes, token: Token) -> dict[str, Any]:
+    """Return a token with its probability and the likeliest ones.
+
+    `token` is its text, or `bytes:\\xe9...` if its bytes are not complete characters.
+    """
 
     def named(number: int, value: float | None) -> dict[str, Any]:
-        text = str(loaded.tokenizer.decode([number]))
-        return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+        content = own.of(number)
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        if value is not None:
+            value = max(value, LEAST)
+        return {"id": number, "token": text, "logprob": value, "bytes": [*content]}
 
     likeliest = [named(number, value) for number, value in token.top]
     return named(token.id, token.log_probability) | {"top_logprobs": likeliest}

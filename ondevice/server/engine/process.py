@@ -100,7 +100,7 @@ class Work:
 
     def _complete(self, number: int, arguments: dict[str, Any]) -> None:
         """Queue a completion for the batch."""
-        place = {name: arguments.pop(name) for name in PLACE}
+        place = {name: arguments.pop(name, None) for name in PLACE}
         job = arguments.pop("job")
         longest = len(str(arguments["prompt"])) + (arguments.get("max_new_tokens") or 0)
         opened = self._open(longest, job, **place)
@@ -111,15 +111,15 @@ class Work:
 
     def _open(
         self, tokens: int, job: dict[str, Any] | None, model: str | None, artifact: str | None,
-        adapter: str | None,
+        adapter: str | None, precise: bool | None,
     ) -> Opened:  # fmt: skip
         """Return the model with its adapter; one that answers is not opened again."""
-        place = (model, artifact, adapter)
+        place = (model, artifact, adapter, precise)
         opened = self.opened
         if opened is not None and opened.place == place and self.completions:
             return opened
         self._close()
-        loaded = hold(model, artifact, tokens, job)
+        loaded = hold(model, artifact, tokens, job, precise=bool(precise))
         folder = adapter or artifact or model
         framing = trained_generator(loaded, None if folder is None else Path(folder))
         if adapter is not None:

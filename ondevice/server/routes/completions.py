@@ -16,14 +16,9 @@ from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.daemon import Daemon
 from ondevice.server.engine.answer import Answer
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
-from ondevice.server.openai import (
-    ChatRequest,
-    Completion,
-    RefusalResponse,
-    TextRequest,
-    error_body,
-    error_fields,
-)
+from ondevice.server.openai import RefusalResponse, error_body, error_fields
+from ondevice.server.openai_answers import Built
+from ondevice.server.openai_requests import ChatRequest, TextRequest
 from ondevice.server.routes import Serving, json_response
 from ondevice.server.routes.asking import KEEP_ALIVE_S, Events, client_of, while_connected
 from ondevice.server.schemas import ErrorResponse
@@ -45,13 +40,15 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 @router.post("/chat/completions", response_class=Response, responses=_ANSWERS)
 async def chat(daemon: Serving, body: ChatRequest, request: Request) -> Response:
     """Reply to a conversation. 409 if the model does not fit next to a job."""
-    return await _answer(daemon, body, request, chat=True, probabilities=bool(body.logprobs))
+    built = Built(True, body.model, body.n or 1, bool(body.logprobs))
+    return await _answer(daemon, body, request, built)
 
 
 @router.post("/completions", response_class=Response, responses=_ANSWERS)
 async def complete(daemon: Serving, body: TextRequest, request: Request) -> Response:
-    """Continue a text. 409 if the model does not fit next to a job."""
-    return await _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
+    """Continue texts. 409 if the model does not fit next to a job."""
+    built = Built(False, body.model, body.n or 1, body.logprobs is not None)
+    return await _answer(daemon, body, request, built)
 
 
 def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str | None]:
@@ -96,53 +93,70 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
 
 
 async def _answer(
-    daemon: Daemon,
-    body: ChatRequest | TextRequest,
-    request: Request,
-    *,
-    chat: bool,
-    probabilities: bool,
+    daemon: Daemon, body: ChatRequest | TextRequest, request: Request, built: Built
 ) -> Response:
-    asked = body.asked()
+    asked = body.asked(daemon.allows_unknown_fields)
     place = await run_in_threadpool(locate, daemon, body.model, body.adapter)
-    answers = daemon.engine.ask(client_of(request), "complete", [asked | place])
-    (answer,) = answers
+    answers = daemon.engine.ask(client_of(request), "complete", [one | place for one in asked])
     if not body.stream:
-        return await while_connected(
-            request, answers, _whole(chat, body.model, probabilities, answer)
-        )
-    begun = asyncio.ensure_future(answer.next())
+        return await while_connected(request, answers, _whole(built, answers))
+    begun = [asyncio.ensure_future(answer.next()) for answer in answers]
     # A refusal has its own status if it comes early; later it is an event.
-    await while_connected(request, answers, asyncio.wait({begun}, timeout=KEEP_ALIVE_S))
-    if begun.done():
-        begun.result()
+    await while_connected(
+        request,
+        answers,
+        asyncio.wait(begun, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED),
+    )
+    for one in begun:
+        if one.done():
+            one.result()
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return Events(answers, _events(chat, body.model, probabilities, usage, begun, answer))
+    return Events(answers, _events(built, answers, begun, usage))
 
 
-async def _whole(chat: bool, model: str, probabilities: bool, answer: Answer) -> Response:
-    begun = await answer.next()
-    completion = Completion(chat, model, begun["prompt_tokens"], probabilities)
-    collected = [part async for part in answer]
-    return json_response(200, completion.whole(collected, answer.value))
+async def _whole(built: Built, answers: list[Answer]) -> Response:
+    choices = []
+    for index, answer in enumerate(answers):
+        first = await answer.next()
+        parts = [part async for part in answer]
+        built.count(index, first, answer.value)
+        choices.append(built.choice(index, first, parts, answer.value))
+    return json_response(200, built.whole(choices))
 
 
 async def _events(
-    chat: bool, model: str, probabilities: bool, usage: bool, begun: Future[Any], answer: Answer
+    built: Built, answers: list[Answer], begun: list[Future[Any]], usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events."""
-    try:
-        first = await begun
-        completion = Completion(chat, model, first["prompt_tokens"], probabilities)
-        for chunk in completion.first():
-            yield _event(chunk)
+    """Yield server-sent events: the pieces of all choices, as they come."""
+    pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def read(index: int, answer: Answer) -> None:
+        first = await begun[index]
+        for piece in built.first(index, first):
+            pieces.put_nowait(piece)
         async for part in answer:
-            yield _event(completion.part(part))
+            pieces.put_nowait(built.part(index, part))
+        built.count(index, first, answer.value)
+        pieces.put_nowait(built.last(index, answer.value))
+
+    async def read_all() -> None:
+        try:
+            await asyncio.gather(*(read(index, answer) for index, answer in enumerate(answers)))
+        finally:
+            pieces.put_nowait(None)
+
+    reading = asyncio.ensure_future(read_all())
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield _event(piece)
+        await reading
     except OndeviceError as error:
         yield _event(error_body(500, error_fields(error)))
         return
-    for chunk in completion.last(answer.value, usage):
-        yield _event(chunk)
+    finally:
+        reading.cancel()
+    if usage:
+        yield _event(built.counts())
     yield b"data: [DONE]\n\n"
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import BusyError, ConfigError
@@ -15,13 +15,14 @@ from ondevice.data.tasks.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
+from ondevice.server.openai import REFUSALS
 from ondevice.server.routes import AFTER, MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id, not_listed
 
 router = APIRouter(prefix="/v1", tags=["data"])
 
 
-@router.get("/models", response_model=schemas.ModelList)
+@router.get("/models", response_model=schemas.ModelList, responses=REFUSALS)
 def list_models(
     daemon: Serving,
     request: Request,
@@ -34,6 +35,21 @@ def list_models(
     These are models on this machine (folders of the store, the packaged one if it is cached, random
     tiny ones for tests), the adapters, the newest first, each with its model, and artifacts for
     PyTorch. `has_more` says whether entries follow: ask again with the last id as `after`."""
+    models = _models(daemon)
+    begin = 0
+    if after is not None:
+        ids = [model["id"] for model in models]
+        if after not in ids:
+            raise not_listed(after)
+        begin = ids.index(after) + 1
+    page = models[begin : begin + limit]
+    more = begin + limit < len(models)
+    name_next(page, more, limit, request, response)
+    return {"object": "list", "data": page, "has_more": more}
+
+
+def _models(daemon: Daemon) -> list[dict[str, Any]]:
+    """Return everything that can generate."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
     for row in adapters.list_adapters(daemon.store, None)[0]:
@@ -53,16 +69,7 @@ def list_models(
                 "created": 0,
             }
             models.append({**about, **owned, "base_model": one["model"]})
-    begin = 0
-    if after is not None:
-        ids = [model["id"] for model in models]
-        if after not in ids:
-            raise not_listed(after)
-        begin = ids.index(after) + 1
-    page = models[begin : begin + limit]
-    more = begin + limit < len(models)
-    name_next(page, more, limit, request, response)
-    return {"object": "list", "data": page, "has_more": more}
+    return models
 
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
@@ -78,13 +85,24 @@ async def choose_method(daemon: Serving, body: schemas.MethodRequest) -> dict[st
     return await daemon.pools.rows.run(chosen_method, daemon, body.model)
 
 
+@router.get("/models/{model:path}", response_model=schemas.Model, responses=REFUSALS)
+def get_model(
+    daemon: Serving, model: Annotated[str, Path(min_length=1, max_length=200)]
+) -> dict[str, Any]:
+    """Return a model, an adapter or an artifact of GET /v1/models."""
+    for one in _models(daemon):
+        if one["id"] == model:
+            return one
+    raise MissingError("no such model", received=model, hint="GET /v1/models lists them")
+
+
 @router.get("/artifacts", response_model=list[schemas.Artifact])
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
     """Return the exported programs of the store."""
     return jobs.list_artifacts(daemon.store)
 
 
-@router.delete("/models/{model}", response_model=schemas.Done)
+@router.delete("/models/{model}", response_model=schemas.Done, responses=REFUSALS)
 def delete_model(daemon: Serving, model: Id) -> dict[str, bool]:
     """Delete a model of the store that no waiting or running job uses."""
     return _delete(daemon, "model", model)
