@@ -53,7 +53,7 @@ class Built:
         self, index: int, first: dict[str, Any], parts: list[dict[str, Any]], end: dict[str, Any]
     ) -> dict[str, Any]:
         """Build a choice from all its parts."""
-        text = (first["echo"] or "") + "".join(part.get("text", "") for part in parts)
+        text = first.get("echo", "") + "".join(part.get("text", "") for part in parts)
         tokens = [token for part in parts for token in _tokens(part)]
         if self.chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -71,7 +71,7 @@ class Built:
         if self.chat:
             delta = {"role": "assistant", "content": ""}
             yield self._chunk(index, {"delta": delta, "logprobs": None})
-        elif first["echo"]:
+        elif first.get("echo"):
             yield self._chunk(index, {"text": first["echo"], "logprobs": None})
 
     def part(self, index: int, part: dict[str, Any]) -> dict[str, Any]:

@@ -310,11 +310,11 @@ def test_two_likely_tokens_with_one_text_are_both_reported() -> None:
         {"id": 7, "token": r"bytes:\xe9", "bytes": [233], "logprob": -2.5}]}  # fmt: skip
     parts = [{"text": "a", "tokens": [token]}]
     end = {"finish": "stop", "completion_tokens": 1}
-    choice = Built(False, "m", 1, True).choice(0, {"echo": None}, parts, end)
+    choice = Built(False, "m", 1, True).choice(0, {}, parts, end)
     assert choice["logprobs"]["top_logprobs"] == [
         {"a": -0.5, "token_id:9": -1.5, r"bytes:\xe9": -2.5}
     ]
-    chat = Built(True, "m", 1, True).choice(0, {"echo": None}, parts, end)
+    chat = Built(True, "m", 1, True).choice(0, {}, parts, end)
     assert [top["bytes"] for top in chat["logprobs"]["content"][0]["top_logprobs"]] == [
         [97],
         [97],

@@ -95,7 +95,10 @@ class Completion:
 
     def first(self) -> dict[str, Any]:
         """Return the first part."""
-        return {"prompt_tokens": len(self.row.prompt), "echo": self._echo}
+        first: dict[str, Any] = {"prompt_tokens": len(self.row.prompt)}
+        if self._echo is not None:
+            first["echo"] = self._echo
+        return first
 
     def take(self, step: Step) -> Iterator[dict[str, Any]]:
         """Yield the parts that a step has made certain; `text.is_done` after the last one."""
