@@ -120,6 +120,7 @@ class MethodSpec(Generic[C]):
         memory: its `MemoryModel`.
         cost: its `CostFunction`.
         keeps: its state next to the weights, in half a sentence.
+        words: what it gives and costs, for somebody who knows no method.
         page: of the documentation, a file of docs/methods.
         programs: kind of target to its training step as a program (`ondevice.core.program`).
         preference: its rank, from 1, among the methods that are chosen if none is named; 0: never chosen.
@@ -135,6 +136,7 @@ class MethodSpec(Generic[C]):
     memory: Callable[[], MemoryModel[C]]
     cost: Callable[[], CostFunction[C]]
     keeps: str = ""
+    words: str = ""
     page: str = ""
     programs: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     preference: int = 0

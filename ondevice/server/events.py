@@ -28,6 +28,7 @@ from anyio import to_thread
 from ondevice.core.untrusted import parse_json, read_json
 from ondevice.server.queue import ENDED, Queue
 from ondevice.server.store import Store
+from ondevice.server.words import for_api
 from ondevice.server.worker import ATTEMPT, RUN
 from ondevice.training.events import FILE_NAME
 
@@ -75,6 +76,8 @@ def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
             for line in content[:end].splitlines():
                 event = parse(line)
                 if event is not None:
+                    if isinstance(event.get("message"), str):
+                        event["message"] = for_api(event["message"])
                     events.append(event)
                     note(progress, event)
             store.add_events(job, events)

@@ -33,6 +33,8 @@ TYPES = ("application/json", "application/octet-stream")
 FORM = "multipart/form-data"
 FORM_PATH = "/v1/files"
 """The one path that takes a form, as OpenAI's clients send files."""
+TABLES = ("/v1/tables/read", "/v1/tables/write")
+"""Paths whose bodies are a small file."""
 OPEN = ("/v1/health", "/v1/session")
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -105,6 +107,7 @@ class Guard:
         taken = 0
         held = 0
         limit = _limit(scope)
+        is_held = limit == BODY_BYTES or scope["path"] in TABLES
 
         async def counted() -> Message:
             """Enforce the limits of a body, even without a length, and of all large bodies."""
@@ -114,7 +117,7 @@ class Guard:
                 taken += len(message.get("body", b""))
                 if taken > limit:
                     raise HTTPException(413)
-                if limit == BODY_BYTES and taken > SMALL_BYTES:
+                if is_held and taken > SMALL_BYTES:
                     self.held_bytes += taken - held
                     held = taken
                     if self.held_bytes > HELD_BYTES:
@@ -256,7 +259,7 @@ class Guard:
 
 def _limit(scope: Scope) -> int:
     part = scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/")
-    if part:
+    if part or (scope["method"] == "POST" and scope["path"] in TABLES):
         return PART_BYTES
     if scope["method"] == "POST" and scope["path"] == FORM_PATH:
         return FILE_BYTES

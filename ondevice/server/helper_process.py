@@ -20,9 +20,12 @@ from typing import Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import DataError
 from ondevice.data import preview_rows
+from ondevice.data.readers.files import read_records
 from ondevice.data.readers.source import FROM_OUTSIDE
 from ondevice.data.reading import check_rows, open_reading
 from ondevice.data.tasks.columns import parse_columns
+from ondevice.data.tasks.looking import look_at
+from ondevice.data.writing import check_suffix, write_records
 from ondevice.models import load_tokenizer, read_dims
 from ondevice.models.choice import choose_method
 from ondevice.models.load import artifact_tokenizer, dims_and_family
@@ -88,6 +91,56 @@ def preview(
     return shown.to_dict() | {"file": Path(file).name}
 
 
+def look(file: str) -> dict[str, Any]:
+    """Return a file's columns and first rows, and what the columns most likely hold."""
+    return look_at(file, limits=FROM_OUTSIDE).to_dict()
+
+
+def read_table(file: str, most: int) -> dict[str, Any]:
+    """Return a table's rows, at most `most` of them, and its columns; rows of a text are its lines.
+
+    Raises:
+        DataError: the file cannot be read, a row cannot, or there are more rows.
+    """
+    path = Path(file)
+    if path.suffix.lower() == ".txt":
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        rows: list[Any] = [line for line in lines if line.strip()]
+    else:
+        rows = []
+        for record in read_records(path, FROM_OUTSIDE).records:
+            if not isinstance(record.fields, dict):
+                raise DataError(
+                    f"line {record.line}: {record.fields.reason}",
+                    expected="only usable rows",
+                    received="one that cannot be read",
+                    hint="correct the line, or leave it out",
+                )
+            rows.append({str(key): value for key, value in record.fields.items()})
+            if len(rows) > most:
+                break
+    if not rows or len(rows) > most:
+        raise DataError(
+            "the file has no rows" if not rows else "the file has too many rows",
+            expected=f"1 to {most} rows",
+            received="none" if not rows else f"more than {most}",
+            hint="send the rows in several files",
+        )
+    names = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
+    return {"columns": list(names), "rows": json.loads(json.dumps(rows, default=str))}
+
+
+def write_table(
+    file: str, columns: list[str], rows: list[dict[str, Any]], like: str | None = None
+) -> None:
+    """Write rows as the kind of table that the file's name says, in the way of the file `like`."""
+    check_suffix(Path(file))
+    source = None
+    if like is not None:
+        source = Path(file).with_name("like").with_suffix(Path(like).suffix)
+    write_records(Path(file), Path(file), columns, rows, like=source)
+
+
 def check_model(folder: str) -> dict[str, Any]:
     """Check a model's sizes, tokenizer and shapes of weights; raise ModelError for a bad one."""
     dims, family = dims_and_family(folder, None)
@@ -111,6 +164,9 @@ CALLS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "plan": (plan, None),  # opens the GPU, whose driver maps more memory than any limit
     "validate": (validate, ROWS_BYTES),
     "preview": (preview, TOKENIZER_BYTES),
+    "look": (look, ROWS_BYTES),
+    "read_table": (read_table, ROWS_BYTES),
+    "write_table": (write_table, ROWS_BYTES),
     "check_model": (check_model, TOKENIZER_BYTES),
     "choose": (choose, TOKENIZER_BYTES),
     "convert": (convert, None),  # loads a model, and checks the free memory itself

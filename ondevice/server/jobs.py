@@ -124,7 +124,10 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     if spec.adapter is not None:
         adapter_folder(store, spec.adapter)
     if spec.artifact is not None:
-        return run_config(artifact_folder(store, spec.artifact), None, _flatten(spec.config) | ours)
+        flat = _flatten(spec.config) | ours
+        if "data.task" in flat:
+            flat["data.task"] = locate_task(store, flat["data.task"])
+        return run_config(artifact_folder(store, spec.artifact), None, flat)
     ours["model.source"] = locate_model(store, str(spec.model))
     config: dict[str, Any] = json.loads(json.dumps(spec.config))
     for section in ("model", "data", "train"):
@@ -139,9 +142,14 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         config[section][name] = value
     if isinstance(config.setdefault("method", {}), dict):
         config["method"].setdefault("name", method_name(config))
-    for key, value in dataset_options(store, spec.dataset).items():
+    options = dataset_options(store, spec.dataset)
+    if config["data"].get("task") not in (None, options.get("task")):
+        options.pop("columns", None)  # they are named for the upload's task
+    for key, value in options.items():
         if not config["data"].get(key):
             config["data"][key] = value
+    if isinstance(config["data"].get("task"), str):
+        config["data"]["task"] = locate_task(store, config["data"]["task"])
     _check_method(config["method"])
     return RunConfig.load(None, _sections(config))
 
@@ -181,6 +189,15 @@ def dataset_options(store: Store, name: str) -> dict[str, Any]:
         return json.loads((store.path("datasets", name) / OPTIONS).read_text())
     except (OSError, ValueError):  # from a version that did not store them
         return {}
+
+
+def locate_task(store: Store, name: str | None) -> str | None:
+    """Return the path of a template of the store, or any other task's name as it is."""
+    if name and ID.fullmatch(name):
+        path = store.root / "templates" / f"{name}.yaml"
+        if path.is_file():
+            return str(path)
+    return name
 
 
 def adapter_folder(store: Store, name: str) -> Path:

@@ -28,6 +28,8 @@ from ondevice.server.predict import NoTaskError
 from ondevice.server.routes import json_response, refused
 from ondevice.server.routes.asking import LEFT, ClientLeft
 from ondevice.server.store import MissingError
+from ondevice.server.uploads import IncompleteError
+from ondevice.server.words import error_for_api
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,6 +39,7 @@ STATUS: dict[type[OndeviceError], int] = {
     MissingError: 404,
     BusyError: 409,
     NoTaskError: 409,
+    IncompleteError: 409,
     ConfigError: 422,
     DataError: 422,
     ModelError: 422,
@@ -69,7 +72,7 @@ async def refuse_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    response = error_response(request, status, error_fields(error))
+    response = error_response(request, status, error_for_api(error_fields(error)))
     if isinstance(error, QueueFullError):
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response

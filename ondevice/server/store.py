@@ -9,6 +9,7 @@ large.
         datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
         models/NAME/     models that were uploaded or put there by hand
         artifacts/NAME/  exported programs, likewise
+        templates/       prompt templates of one's own, NAME.yaml
         jobs/ID/         job.json, run/ (the run's folder), worker.log
         adapters/ID/     adapters of finished jobs and uploaded ones, in PEFT's layout
         active           a link to the active adapter
@@ -41,7 +42,10 @@ from ondevice.server.clock import StoreClock
 from ondevice.server.reserve import NAME as RESERVE
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
 
-FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs")
+FOLDERS = (
+    *("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs"),
+    "templates",
+)
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Ids and names of everything in a store; none can form a path."""
 

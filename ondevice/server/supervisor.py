@@ -19,6 +19,7 @@ from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resol
 from ondevice.server.queue import ACTIVE, Job, Outcome, Queue, in_window
 from ondevice.server.service import Cgroup, own_bytes, trim
 from ondevice.server.store import Store
+from ondevice.server.words import error_for_api
 from ondevice.server.worker_process import (
     Running,
     judge,
@@ -126,7 +127,9 @@ class Supervisor(threading.Thread):
         except (OndeviceError, OSError) as error:
             problem = _as_error(error, "the worker cannot be started")
             outcome: Outcome = "crashed" if isinstance(problem, StorageError) else "refused"
-            self.queue.ended(job.id, outcome, reason=problem.message, error=problem.to_dict())
+            self.queue.ended(
+                job.id, outcome, reason=problem.message, error=error_for_api(problem.to_dict())
+            )
             return
         limits = job.spec.get("limits", {})
         self.running = running = Running(job.id, process, limits, ran_before_s=job.ran_s)
@@ -223,6 +226,8 @@ class Supervisor(threading.Thread):
             error = problem.to_dict()
             reason = problem.message
             done = None
+        if error is not None:
+            error = error_for_api(error)
         rest_s = max(0.0, running.ran_s - self.queue.get(running.job).ran_s)
         job = self.queue.ended(
             running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done

@@ -14,9 +14,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -29,12 +30,13 @@ from ondevice.core.errors import (
     ConfigError,
     DataError,
     ModelError,
+    OndeviceError,
     StorageError,
     TrainingError,
 )
 from ondevice.core.untrusted import read_object
 from ondevice.server.adapters import copy_adapter, insert_adapter
-from ondevice.server.jobs import OPTIONS, TASK_NAME
+from ondevice.server.jobs import OPTIONS, TASK_NAME, locate_task
 from ondevice.server.store import MissingError, Store, new_id
 from ondevice.server.unpack import unpack
 
@@ -78,6 +80,23 @@ class UploadRequest(StrictConfig):
 
     skip_bad_rows: bool = False
     """For rows: leave out bad ones instead of refusing the file."""
+
+
+class IncompleteError(ConfigError):
+    """Parts of an upload are missing, or do not belong to it."""
+
+
+class FinishRequest(StrictConfig):
+    """The body of POST /v1/uploads/ID/finish, if rows are read in another way than was first said."""
+
+    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
+    """A prompt template."""
+
+    columns: dict[str, str] | None = Field(default=None, max_length=40)
+    """The file's columns of fields with other names."""
+
+    skip_bad_rows: bool | None = None
+    """Leave out bad rows instead of refusing the file."""
 
 
 class BadRowsError(DataError):
@@ -161,7 +180,7 @@ def check_part(store: Store, name: str, offset: int, size: int) -> None:
 
     Raises:
         BusyError: `offset` is not the number of bytes that have arrived, which the error names.
-        ConfigError: the part reaches beyond the upload's size.
+        IncompleteError: the part reaches beyond the upload's size.
         StorageError: not enough space is left on the disk.
     """
     upload = get(store, name)
@@ -171,7 +190,7 @@ def check_part(store: Store, name: str, offset: int, size: int) -> None:
             received=f"offset {offset}",
         )  # fmt: skip
     if offset + size > upload["bytes"]:
-        raise ConfigError(
+        raise IncompleteError(
             "the part is longer than the upload",
             expected=f"{upload['bytes'] - offset} bytes at most",
             received=size,
@@ -207,27 +226,59 @@ LATER = (BusyError, StorageError, TrainingError)
 """Errors that are not the upload's: a busy or dead helper, a full disk, a taken name."""
 
 
-def finish(store: Store, name: str, check: Check) -> dict[str, Any]:
+def rows_file(store: Store, name: str) -> Path:
+    """Return the rows of an upload that has arrived, before its check; its ending is the file's.
+
+    Raises:
+        ConfigError: it is not of rows, or parts are missing.
+        BusyError: it is being finished.
+    """
+    upload = get(store, name)
+    if upload["kind"] != "dataset":
+        raise ConfigError("not an upload of rows", expected="dataset", received=upload["kind"])
+    _ensure_complete(upload)
+    folder = store.path("uploads", name)
+    file = folder / f"rows{Path(upload['name']).suffix.lower()}"
+    try:
+        file.symlink_to("content")
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise BusyError("the upload is being finished", hint="wait for that response") from None
+    return file
+
+
+def _ensure_complete(upload: dict[str, Any]) -> None:
+    if upload["received_bytes"] != upload["bytes"]:
+        raise IncompleteError(
+            "the upload is incomplete",
+            expected=f"{upload['bytes']} bytes",
+            received=f"{upload['received_bytes']} bytes",
+            hint="PUT the missing parts",
+        )
+
+
+def finish(
+    store: Store, name: str, check: Check, changed: FinishRequest | None = None
+) -> dict[str, Any]:
     """Check an upload and store it; return `kind` and `id` of the new thing. A refused upload is
     deleted.
 
     Raises:
-        ConfigError: parts are missing, or the SHA-256 differs.
+        IncompleteError: parts are missing.
+        ConfigError: the SHA-256 differs.
         DataError, ModelError, ArtifactError: the content is wrong.
         BusyError, StorageError, TrainingError: it cannot be checked or stored now; the upload
             stays.
     """
     upload = get(store, name)
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
-    request = None
-    if row is not None:
-        request = UploadRequest.model_validate_json(row["options"])
-    if request is None or upload["received_bytes"] != upload["bytes"]:
-        received = f"{upload['received_bytes']} bytes"
-        raise ConfigError(
-            "the upload is incomplete", expected=f"{upload['bytes']} bytes", received=received,
-            hint="PUT the missing parts",
-        )  # fmt: skip
+    _ensure_complete(upload)
+    if row is None:
+        raise BusyError("the upload was finished meanwhile", hint="upload it again")
+    request = UploadRequest.model_validate_json(row["options"])
+    if changed is not None:
+        request = request.model_copy(update=changed.model_dump(exclude_none=True))
     folder = store.path("uploads", name)
     claimed = _claimed(folder)
     try:
@@ -334,7 +385,8 @@ def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) 
     rows = made / f"rows{suffix}"
     _link(content, rows)  # its ending decides how it is read
     try:
-        checked = check("validate", file=str(rows), task=request.task, columns=request.columns)
+        task = locate_task(store, request.task)
+        checked = check("validate", file=str(rows), task=task, columns=request.columns)
     except DataError as error:
         message = error.message.replace(str(rows), request.name)
         raise DataError(
@@ -447,9 +499,10 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
     return {"kind": kind, "id": name}
 
 
-def _named(
-    error: ArtifactError | ModelError, folder: Path, name: str
-) -> ArtifactError | ModelError:
+E = TypeVar("E", bound=OndeviceError)
+
+
+def _named(error: E, folder: Path, name: str) -> E:
     """Rewrite an error to name the upload, not the folder it was unpacked to."""
 
     def renamed(text: Any) -> str | None:
@@ -461,5 +514,14 @@ def _named(
         str(renamed(error.message)),
         expected=renamed(error.expected),
         received=renamed(error.received),
-        hint=error.hint,
+        hint=renamed(error.hint),
     )
+
+
+@contextmanager
+def naming(file: Path, name: str) -> Iterator[None]:
+    """Let errors name a file as its owner does, not by its place in the store."""
+    try:
+        yield
+    except OndeviceError as error:
+        raise _named(error, file, name) from None

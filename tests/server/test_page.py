@@ -198,6 +198,37 @@ def test_a_finished_job_answers_pasted_texts_and_a_file(served: Any, tmp_path: P
 
 
 @needs_browser
+def test_columns_templates_and_methods_are_chosen_in_words(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """A table with foreign columns becomes a job with a template; its answers come back as tables."""
+    openpyxl = pytest.importorskip("openpyxl", reason="the tables extra is not installed")
+    teams = ("repairs", "post")
+    tickets = tmp_path / "tickets.csv"
+    lines = [
+        f"{i};{'broken' if i % 2 else 'lost'} parcel {i} 漢字;{teams[i % 2]}" for i in range(24)
+    ]
+    tickets.write_text("\n".join(["Id;Body;Team", *lines]) + "\n", encoding="utf-8")
+    book = openpyxl.Workbook()
+    for row in (("Number", "Message"), *((i, f"broken parcel {i} שלום") for i in range(3))):
+        book.active.append(row)
+    book.save(tmp_path / "new tickets.xlsx")
+    out = Path(os.environ.get("ONDEVICE_SCREENSHOTS", tmp_path))
+    files = {"TICKETS": str(tickets), "NEW_TICKETS": str(tmp_path / "new tickets.xlsx")}
+    played = play("columns", ONDEVICE_URL=daemon.address, OUT=str(out), **files)["files"]
+
+    sheet = openpyxl.load_workbook(played["xlsx"]).active
+    head, *rows = sheet.iter_rows(values_only=True)
+    assert head[:3] == ("Number", "Message", "prediction") and len(rows) == 3
+    assert rows[1][:2] == (1, "broken parcel 1 שלום") and rows[1][2] in ("repairs", "post")
+    table = Path(played["csv"]).read_text(encoding="utf-8-sig")
+    read = list(csv.DictReader(io.StringIO(table)))
+    assert [row["prediction"] for row in read] == [row[2] for row in rows]
+    objects = [json.loads(line) for line in Path(played["jsonl"]).read_text().splitlines()]
+    assert [row["Number"] for row in objects] == [0, 1, 2]
+
+
+@needs_browser
 def test_signing_in_with_a_token(tmp_path: Path, warm: Warm) -> None:
     store = Store(tmp_path / "store")
     token = create_token(store)

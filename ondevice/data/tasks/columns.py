@@ -167,7 +167,7 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
             for names in (*task.columns.values(), task.label)
         )
     ]
-    first, last = _question_and_answer(record)
+    first, last = map(_quoted, question_and_answer(record))
     advice = [
         f"name the columns: --column prompt={first} --column completion={last} for free answers, "
         f"--column text={first} --column label={last} for classes"
@@ -208,7 +208,7 @@ _SAYS_LESS = {
 }
 
 
-def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
+def question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
     """Return the columns that are most likely a question and its answer.
 
     Names decide, then the order: first and last. A column for the system is never one of them.
@@ -222,7 +222,7 @@ def _question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
     answer = next((key for key in reversed(likely) if _words_of(key) & _ANSWERS), likely[-1])
     others = [key for key in likely if key != answer]
     question = next((key for key in others if _words_of(key) & _ASKS), others[0])
-    return _quoted(question), _quoted(answer)
+    return question, answer
 
 
 def _words_of(key: str) -> set[str]:

@@ -65,6 +65,8 @@ METHOD = MethodSpec(
     name="full",
     config=FullConfig,
     summary="first-order fine-tuning of all parameters",
+    words="Trains the whole model: the most memory. "
+    "The result is a model of its own, not an adapter.",
     keeps="gradients, two moments, activations of all layers",
     page="full.md",
     trains="all",

@@ -10,6 +10,7 @@ METHOD = MethodSpec(
     name="lora-fa",
     config=LoraFaConfig,
     summary="first-order LoRA with A frozen",
+    words="Trains one half of a small adapter: a little less memory, and a little less able.",
     keeps="B, two moments, activations of all layers",
     page="lora.md",
     trains="adapter",

@@ -20,6 +20,8 @@ METHOD = MethodSpec(
     name="lsp",
     config=LspConfig,
     summary="all parameters over a slow bus; gradients cross it in a subspace",
+    words="Trains the whole model on a GPU that is too small for it, "
+    "over a slow connection to the main memory.",
     keeps="weights and projectors on the GPU; 8 bytes for each number of the subspaces in host memory",
     page="lsp.md",
     trains="all",

@@ -78,6 +78,7 @@ METHOD = MethodSpec(
     name="mesp",
     config=MespConfig,
     summary="exact LoRA gradients from hand-derived backward passes, a block at a time",
+    words="Trains a small adapter with little memory: the results of LoRA, in less space.",
     keeps="A, B, two moments or none, one block's activations",
     page="mesp.md",
     trains="adapter",

@@ -32,6 +32,8 @@ METHOD = MethodSpec(
     name="mezo",
     config=MezoConfig,
     summary="zeroth-order training of all parameters, in place",
+    words="Trains the whole model without gradients, in the memory that answering takes. "
+    "It needs very many steps.",
     keeps="nothing",
     page="mezo.md",
     trains="all",

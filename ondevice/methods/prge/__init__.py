@@ -58,6 +58,8 @@ METHOD = MethodSpec(
     name="prge",
     config=PrgeConfig,
     summary="zeroth-order LoRA-FA, all random directions in one forward pass",
+    words="Trains a small adapter without gradients, on devices that cannot compute them. "
+    "It needs many more steps.",
     keeps="one copy of B",
     page="prge.md",
     trains="adapter",

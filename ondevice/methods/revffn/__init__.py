@@ -32,6 +32,8 @@ METHOD = MethodSpec(
     name="revffn",
     config=RevffnConfig,
     summary="all parameters through reversible blocks",
+    words="Trains the whole model with less memory for what lies between its layers. "
+    "It changes the model's shape.",
     keeps="one block's gradients, the optimizer's state, two streams",
     page="revffn.md",
     trains="all",

@@ -32,6 +32,8 @@ METHOD = MethodSpec(
     name="slideformer",
     config=SlideformerConfig,
     summary="all parameters; layers slide through the accelerator, the host updates",
+    words="Trains the whole model on a GPU that is too small for it: "
+    "its layers pass through one by one.",
     keeps="12 bytes a parameter in host memory; a window of layers on the GPU",
     page="slideformer.md",
     trains="all",

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import BusyError, ConfigError
+from ondevice.core.registry import methods
+from ondevice.data.tasks.looking import FORMS, form_of
 from ondevice.data.tasks.templates import TASKS
 from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
-from ondevice.server.jobs import artifact_folder, dataset_file
+from ondevice.server.jobs import artifact_folder, dataset_file, locate_task
 from ondevice.server.openai import REFUSALS
 from ondevice.server.routes import AFTER, MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id, not_listed
+from ondevice.server.uploads import naming
+from ondevice.server.words import for_api, hint_for_api
 
 router = APIRouter(prefix="/v1", tags=["data"])
 
@@ -74,7 +80,8 @@ def _models(daemon: Daemon) -> list[dict[str, Any]]:
 
 def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
     """Return the method for a job of this model that names none, and the reason."""
-    return daemon.plan_helper("choose", source=jobs.locate_model(daemon.store, model))
+    chosen = daemon.plan_helper("choose", source=jobs.locate_model(daemon.store, model))
+    return chosen | {"said": str(hint_for_api(chosen["said"]))}
 
 
 @router.post("/method", response_model=schemas.Chosen)
@@ -117,7 +124,17 @@ def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
 @router.get("/settings", response_model=schemas.Settings)
 def run_settings() -> dict[str, Any]:
     """Return the JSON schema of a job's `config`, for forms."""
-    return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
+    ordered = sorted(methods(), key=lambda spec: (spec.preference or len(TASKS), spec.name))
+    return {
+        "run_file": RunConfig.model_json_schema(),
+        "tasks": sorted(TASKS),
+        "templates": [form_of(TASKS[name]) for name in sorted(TASKS)],
+        "formats": [asdict(form) for form in FORMS],
+        "methods": [
+            {"name": spec.name, "words": spec.words or spec.summary, "trains": spec.trains}
+            for spec in ordered
+        ],
+    }
 
 
 @router.get("/datasets", response_model=list[schemas.Dataset])
@@ -146,31 +163,55 @@ async def preview_dataset(
     """Return rows as the model sees them: lengths, labels, and examples with the trained tokens.
 
     This is a POST, because it may fetch a model from the hub."""
-    return await daemon.pools.rows.run(_preview, daemon, dataset, body)
+
+    return await daemon.pools.rows.run(
+        lambda: preview_file(daemon, dataset_file(daemon.store, dataset), body)
+    )
 
 
-def _preview(daemon: Daemon, dataset: str, body: schemas.PreviewRequest) -> dict[str, Any]:
+@router.get("/datasets/{dataset}/columns", response_model=schemas.Columns)
+async def dataset_columns(daemon: Serving, dataset: Id) -> dict[str, Any]:
+    """Return the columns of a data set and its first rows, as the file has them."""
+
+    return await daemon.pools.rows.run(
+        lambda: look_at_file(daemon, dataset_file(daemon.store, dataset))
+    )
+
+
+def look_at_file(daemon: Daemon, file: FilePath) -> dict[str, Any]:
+    """Look at a file's columns in a helper process."""
+    with naming(file, file.name):
+        return daemon.data_helper("look", file=str(file))
+
+
+def preview_file(daemon: Daemon, file: FilePath, body: schemas.PreviewRequest) -> dict[str, Any]:
+    """Preview a file's rows in a helper process.
+
+    Raises:
+        ConfigError: neither a model nor an artifact is given, or both.
+    """
     model = body.model
     artifact = body.artifact
     if (model is None) == (artifact is None):
         raise ConfigError(
             "give a model or an artifact", expected="one of them", received="both or none"
         )
-    file = dataset_file(daemon.store, dataset)
-    shown = daemon.plan_helper(
-        "preview",
-        file=str(file),
-        model=None if model is None else jobs.locate_model(daemon.store, model),
-        artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
-        task=body.task,
-        columns=body.column,
-        max_length_tokens=body.max_length_tokens,
-        train_on_prompt=body.train_on_prompt,
-        strict_columns=body.strict_columns,
-        rows=body.rows,
-    )
+    with naming(file, file.name):
+        shown = daemon.plan_helper(
+            "preview",
+            file=str(file),
+            model=None if model is None else jobs.locate_model(daemon.store, model),
+            artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
+            task=locate_task(daemon.store, body.task),
+            columns=body.column,
+            max_length_tokens=body.max_length_tokens,
+            train_on_prompt=body.train_on_prompt,
+            strict_columns=body.strict_columns,
+            rows=body.rows,
+        )
     problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]
-    return shown | {"problems": problems}
+    notes = [for_api(note) for note in shown["notes"]]
+    return shown | {"problems": problems, "notes": notes}
 
 
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)

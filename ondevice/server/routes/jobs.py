@@ -29,6 +29,7 @@ from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.routes.data import chosen_method
 from ondevice.server.service import tail
 from ondevice.server.supervisor import remove_job
+from ondevice.server.words import for_api
 
 Key = Annotated[
     str | None,
@@ -89,6 +90,7 @@ def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
         artifact = str(artifact_folder(daemon.store, spec.artifact))
     values = config.model_dump(mode="json")
     plan = daemon.plan_helper("plan", config=values, artifact=artifact)
+    plan["notes"] = [for_api(note) for note in plan["notes"]]
     return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
 
 

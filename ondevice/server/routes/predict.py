@@ -13,7 +13,7 @@ from ondevice.data.tasks.trained import TrainedTask
 from ondevice.server import schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.engine.answer import Answer
-from ondevice.server.jobs import adapter_folder
+from ondevice.server.jobs import adapter_folder, locate_task
 from ondevice.server.openai import REFUSALS
 from ondevice.server.predict import task_of
 from ondevice.server.routes import Id, Serving, json_response
@@ -66,9 +66,10 @@ def _asked(daemon: Daemon, body: schemas.PredictRequest) -> dict[str, Any]:
     if folder is None and place["model"] is not None and Path(place["model"]).is_dir():
         folder = place["model"]
     name = body.adapter or body.model
-    task_of(None if folder is None else Path(folder), name, body.task)
-    own = body.model_dump(include={"rows", "task", "max_new_tokens"})
-    return {**place, **own, "folder": folder, "name": name}
+    task = locate_task(daemon.store, body.task)
+    task_of(None if folder is None else Path(folder), name, task)
+    own = body.model_dump(include={"rows", "max_new_tokens"})
+    return {**place, **own, "task": task, "folder": folder, "name": name}
 
 
 async def _last(answer: Answer) -> None:

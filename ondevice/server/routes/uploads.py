@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query, Request
 
 from ondevice.server import schemas, uploads
 from ondevice.server.routes import Id, Serving
-from ondevice.server.uploads import PART_BYTES, UploadRequest
+from ondevice.server.routes.data import look_at_file, preview_file
+from ondevice.server.uploads import PART_BYTES, FinishRequest, UploadRequest
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 PIECE_BYTES = 1 << 20
@@ -79,11 +80,32 @@ async def put_part(
 
 
 @router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
-async def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
+async def finish_upload(
+    daemon: Serving, upload: Id, body: FinishRequest | None = None
+) -> dict[str, Any]:
     """Check the file and store it. A refused file is deleted, and the response names the problem.
 
-    One that cannot be checked now, as on a full disk, stays and can be finished later."""
-    return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.check)
+    One that cannot be checked now, as on a full disk, stays and can be finished later. A body
+    changes how rows are read, after GET /v1/uploads/ID/columns."""
+    return await daemon.pools.rows.run(uploads.finish, daemon.store, upload, daemon.check, body)
+
+
+@router.get("/{upload}/columns", response_model=schemas.Columns)
+async def upload_columns(daemon: Serving, upload: Id) -> dict[str, Any]:
+    """Return the columns and first rows of a file that has arrived, before it is checked."""
+    return await daemon.pools.rows.run(
+        lambda: look_at_file(daemon, uploads.rows_file(daemon.store, upload))
+    )
+
+
+@router.post("/{upload}/preview", response_model=schemas.PreviewResponse)
+async def preview_upload(
+    daemon: Serving, upload: Id, body: schemas.PreviewRequest
+) -> dict[str, Any]:
+    """Return rows of a file that has arrived as the model sees them, before it is checked."""
+    return await daemon.pools.rows.run(
+        lambda: preview_file(daemon, uploads.rows_file(daemon.store, upload), body)
+    )
 
 
 @router.delete("/{upload}", response_model=schemas.Done)

@@ -27,15 +27,21 @@ from ondevice.server.schemas.common import (
 from ondevice.server.schemas.data import (
     Artifact,
     Chosen,
+    Columns,
     Dataset,
     MethodRequest,
+    MethodWords,
     Model,
     ModelList,
     Placed,
     PreviewRequest,
     PreviewResponse,
+    RowForm,
     Segment,
     Settings,
+    Table,
+    TableRequest,
+    TemplateForm,
     Upload,
 )
 from ondevice.server.schemas.jobs import (
@@ -54,6 +60,12 @@ from ondevice.server.schemas.system import (
 )
 
 __all__ = [
+    "MethodWords",
+    "RowForm",
+    "TemplateForm",
+    "Columns",
+    "Table",
+    "TableRequest",
     "Active",
     "Adapter",
     "Artifact",

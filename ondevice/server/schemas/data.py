@@ -49,13 +49,82 @@ class Artifact(ResponseBody):
     bytes: int
 
 
+class MethodWords(ResponseBody):
+    """A training method in words."""
+
+    name: str
+    words: str
+    """What it gives and what it costs."""
+    trains: Literal["adapter", "all"]
+    """An adapter, or all parameters of the model."""
+
+
+class RowForm(ResponseBody):
+    """A format of rows, with the fields that columns can be named for."""
+
+    name: str
+    fields: list[str]
+    optional: list[str]
+
+
+class TemplateForm(ResponseBody):
+    """A prompt template, with the columns that it reads."""
+
+    name: str
+    format: str
+    fields: dict[str, list[str]]
+    """{field: names of its column}, of which the first that a row has is taken. `label` is the
+    answer."""
+    labels: list[str]
+    """The answers to choose from; empty for generated text, or if each row has its own."""
+
+
 class Settings(ResponseBody):
     """GET /v1/settings."""
 
     run_file: dict[str, Any]
     """JSON schema of a run file: sections, and keys with types, limits, defaults and meanings."""
     tasks: list[str]
-    """Prompt templates for `data.task`."""
+    """Built-in prompt templates for `data.task`; GET /v1/templates has the store's own."""
+    templates: list[TemplateForm]
+    """The same, with their fields."""
+    formats: list[RowForm]
+    """Formats of rows without a template, those of every day first."""
+    methods: list[MethodWords]
+    """The training methods, those that are chosen by themselves first."""
+
+
+class Columns(ResponseBody):
+    """A file at a first look."""
+
+    columns: list[str]
+    rows: list[dict[str, str]]
+    """The first rows, each value as a text of at most 300 characters."""
+    format: str | None
+    """The format that the columns' names fit; None if columns have to be named."""
+    suggested: dict[str, dict[str, str]]
+    """{format: {field: column}} of the likeliest columns, the likeliest format first."""
+
+
+class Table(ResponseBody):
+    """The rows of a small file."""
+
+    columns: list[str]
+    rows: list[dict[str, Any] | str]
+    """Objects, or texts for the lines of a .txt file."""
+
+
+class TableRequest(Documented):
+    """The body of POST /v1/tables/write."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=200, pattern=r"(?i)\.(csv|tsv|jsonl|xlsx)$")
+    """The file's name; its ending says what kind of table to write."""
+    like: str | None = Field(default=None, max_length=200)
+    """The name of the file that the rows are from: the numbers of an Excel sheet stay numbers."""
+    columns: list[str] = Field(min_length=1, max_length=1000)
+    rows: list[dict[str, Any]] = Field(max_length=20_000)
 
 
 class Dataset(ResponseBody):

@@ -24,14 +24,15 @@ await scenario(async (page) => {
   await page.getByText("Upload rows").click();
   await page.getByLabel("File with rows").setInputFiles(ROWS);
   await page.getByRole("button", { name: "Upload and check" }).click();
-  await page.getByText("rows of the format").waitFor({ timeout: WORKER_MS });
+  await page.getByText(/\d+ rows: /).waitFor({ timeout: WORKER_MS });
 
   await view(page, "new");
   await page.getByLabel("An exported program").check();
   assert.equal(await page.getByLabel("Model", { exact: true }).isVisible(), false);
   for (let step = 0; step < 2; step += 1) await page.getByRole("button", { name: "Next" }).click();
   await page.getByText("Method, batch and seed are fixed").waitFor();
-  for (const fixed of ["Batch size", "Method", "Rank"])
+  assert.equal(await page.getByRole("group", { name: "Method" }).isVisible(), false);
+  for (const fixed of ["Batch size", "Rank"])
     assert.equal(await page.getByLabel(fixed, { exact: true }).isVisible(), false, fixed);
   await page.getByLabel("Learning rate", { exact: true }).fill("0.02");
   await page.getByLabel("Steps", { exact: true }).fill("5");

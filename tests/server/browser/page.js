@@ -85,6 +85,14 @@ export async function lastEvaluation(page) {
   return Number(last ?? NaN);
 }
 
+/** Choose a training method, which may be folded away. */
+export async function chooseMethod(page, name) {
+  const methods = page.getByRole("group", { name: "Method" });
+  const others = methods.locator("details");
+  if ((await others.getAttribute("open")) === null) await others.locator("summary").click();
+  await methods.locator(`input[value="${name}"]`).check();
+}
+
 /** Wait until `check` gives something true. */
 export async function until(what, check, limitMs = WORKER_MS, everyMs = 100) {
   const end = Date.now() + limitMs;

@@ -1,7 +1,7 @@
 /** Pictures of the page from a real run, for the documentation: docs/images/page.py starts the daemon and calls this. */
 
 import path from "node:path";
-import { lastStep, open, scenario, until, url, view } from "./page.js";
+import { chooseMethod, lastStep, open, scenario, until, url, view } from "./page.js";
 
 const { OUT, MODEL, TRAIN, VALID } = process.env;
 const RUN_MS = 30 * 60_000;
@@ -74,7 +74,7 @@ async function wizard(page, { name, method, rate, steps }, take = null) {
     await take(page, "rows");
   }
   await page.getByRole("button", { name: "Next" }).click();
-  await page.getByLabel("Method", { exact: true }).selectOption(method);
+  await chooseMethod(page, method);
   await page.getByLabel("Learning rate", { exact: true }).fill(rate);
   await page.getByLabel("Steps", { exact: true }).fill(String(steps));
   await page.getByLabel("Eval every", { exact: true }).fill("10");

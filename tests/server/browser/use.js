@@ -11,7 +11,7 @@ await scenario(async (page) => {
   await page.getByRole("heading", { name: "Use it" }).waitFor();
   await page.getByRole("button", { name: "Answer", exact: true }).click();
   assert.match(await page.getByRole("alert").innerText(), /There is no row/);
-  await page.getByLabel("Rows", { exact: true }).fill('schön "1", 漢字\n\nschlecht 2');
+  await page.getByLabel("Texts", { exact: true }).fill('schön "1", 漢字\n\nschlecht 2');
   await page.getByRole("button", { name: "Answer", exact: true }).click();
   const table = page.getByRole("table", { name: "Answers" });
   await table.waitFor({ timeout: WORKER_MS });
@@ -21,10 +21,10 @@ await scenario(async (page) => {
   if (SHOT) await page.screenshot({ path: SHOT, fullPage: true });
   const [download] = await Promise.all([
     page.waitForEvent("download"),
-    page.getByRole("button", { name: "Download the answers as CSV" }).click(),
+    page.getByRole("button", { name: "Download as CSV" }).click(),
   ]);
   const csv = readFileSync(await download.path(), "utf8");
-  await page.getByLabel("or from a file").setInputFiles(ROWS);
+  await page.getByLabel("or drop a file here").setInputFiles(ROWS);
   await page.getByRole("button", { name: "Answer", exact: true }).click();
   await page.getByText("12 rows answered.").first().waitFor({ timeout: WORKER_MS });
   return { csv };

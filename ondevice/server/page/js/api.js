@@ -22,8 +22,7 @@ export class UnreachableError extends Error {
   constructor() {
     super("the daemon does not respond");
     Object.assign(this, { status: 0, expected: "a running daemon", received: "no response", problems: [] });
-    this.hint =
-      "this page keeps trying; run `ondevice serve` or `systemctl status ondevice` on the machine";
+    this.hint = "this page keeps trying; see whether the machine is on, and whether the daemon runs there";
   }
 }
 
@@ -69,6 +68,9 @@ const plain = (answer) =>
 /** One request; the answer as JSON, or as text where it is text. */
 export const ask = async (method, path, body = undefined, signal = undefined, headers = {}) =>
   content(await request(method, path, body, signal, headers));
+
+/** The answer to a POST as a file. */
+export const fetched = async (path, body, signal) => (await request("POST", path, body, signal)).blob();
 
 /** The pieces of a streamed answer, in OpenAI's form, as they come; aborting ends the answer. */
 export async function* streamed(path, body, signal) {
@@ -122,9 +124,10 @@ export const forgetKey = () => localStorage.removeItem(KEY);
  * the daemon after a day.
  * @param fields kind, name and the options of POST /v1/uploads
  * @param progress told how many bytes have arrived
+ * @param look given the path of the upload once all has arrived; what it gives is sent with the end
  * @returns what it became: `{kind, id}`
  */
-export async function upload(file, fields, progress = () => {}, signal = undefined) {
+export async function upload(file, fields, progress = () => {}, signal = undefined, look = () => undefined) {
   // After a reload, or in another view, the same file with the same options goes on where it stopped.
   const request = { name: file.name, ...fields, bytes: file.size };
   const key = `upload ${file.lastModified} ${JSON.stringify(request)}`;
@@ -155,7 +158,7 @@ export async function upload(file, fields, progress = () => {}, signal = undefin
       }
       progress(sent);
     }
-    const placed = await post(`${path}/finish`, undefined, signal);
+    const placed = await post(`${path}/finish`, await look(path), signal);
     sessionStorage.removeItem(key);
     return placed;
   } catch (error) {

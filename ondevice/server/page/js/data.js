@@ -1,25 +1,31 @@
 /** Data sets with previews, models and artifacts; and their uploads. */
 
 import { ask, at, get, listModels } from "./api.js";
-import { columnsField } from "./columns.js";
 import { choice, h, labelled, sure, listing, ticked } from "./dom.js";
 import { attempt, problemPlace, rowProblems } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
-import { showPreview } from "./preview.js";
+import { livePreview } from "./preview.js";
+import { formatWords, readingFields, setPath } from "./reading.js";
+import { ownTemplates, templateForm, templateList } from "./templates.js";
 import { uploader } from "./uploader.js";
 
 /** The view `#/data`. */
 export async function dataView(main, { signal }) {
   const [sets, models, artifacts] = [h("div"), h("div"), h("div")];
-  const { tasks } = await get("/v1/settings", signal);
+  const [settings, templates] = [await get("/v1/settings", signal), await ownTemplates(signal)];
+  settings.own = templates.all;
   const place = problemPlace();
+  const own = h("div");
+  const loadTemplates = async () => {
+    await templates.load();
+    own.replaceChildren(templateList(templates.all(), place, loadTemplates));
+    look.refill();
+  };
   let look = null;
   const loadSets = async () => {
     const found = await get("/v1/datasets", signal);
     sets.replaceChildren(
-      found.length
-        ? setsTable(found, place, loadSets, (id) => look.choose(id))
-        : h("p", {}, "No data sets yet."),
+      found.length ? setsTable(found, place, loadSets, (id) => look.choose(id)) : h("p", {}, "No data sets yet."),
     );
     look.fill(found);
   };
@@ -56,8 +62,8 @@ export async function dataView(main, { signal }) {
         : h("p", {}, "No exported programs in the store."),
     );
   };
-  look = previewPanel(await listModels(signal), tasks, signal);
-  await Promise.all([loadSets(), loadPrograms()]);
+  look = previewPanel(await listModels(signal), settings, signal);
+  await Promise.all([loadSets(), loadPrograms(), loadTemplates()]);
   main.append(
     h("h1", {}, "Data and models"),
     place.element,
@@ -66,8 +72,20 @@ export async function dataView(main, { signal }) {
       {},
       h("h2", {}, "Data sets"),
       sets,
-      h("details", { class: "panel" }, h("summary", {}, "Upload rows"), uploader("dataset", loadSets, signal, tasks)),
+      h(
+        "details",
+        { class: "panel" },
+        h("summary", {}, "Upload rows"),
+        uploader("dataset", loadSets, signal, { settings, source: look.source }),
+      ),
       look.element,
+    ),
+    h(
+      "section",
+      {},
+      h("h2", {}, "Prompt templates"),
+      own,
+      h("div", { class: "panel" }, templateForm(look.columns, loadTemplates, signal)),
     ),
     h(
       "section",
@@ -93,7 +111,7 @@ export async function dataView(main, { signal }) {
 
 /** A data set in a list: names may be the same, ids are not. */
 export const setName = (one) =>
-  `${one.name}, ${number(one.rows)} rows (${one.task ? `task ${one.task}` : one.format}), ${one.id}`;
+  `${one.name}, ${number(one.rows)} rows (${one.task ? `template ${one.task}` : formatWords(one.format)}), ${one.id}`;
 
 /** A model's sizes on one line. */
 export function architecture(model) {
@@ -140,7 +158,7 @@ function setsTable(found, place, changed, look) {
     ["Name", "Format", "Rows", "Left out", "Size", "Uploaded", "Actions"],
     found.map((one) => [
       [h("span", {}, one.name), h("small", {}, one.id)],
-      one.task ? `${one.format}, task ${one.task}` : one.format,
+      one.task ? `${formatWords(one.format)}, template ${one.task}` : formatWords(one.format),
       number(one.rows),
       left(one),
       bytes(one.bytes),
@@ -150,33 +168,40 @@ function setsTable(found, place, changed, look) {
   );
 }
 
-function previewPanel(models, tasks, signal) {
-  const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
+function previewPanel(models, settings, signal) {
+  let sets = [];
   const dataset = choice([], "", { required: true });
   const model = choice(
     models.map((one) => [one.id, one.id]),
     models[0]?.id,
   );
-  const task = choice([["", "inferred from the keys"], ...tasks.map((one) => [one, one])], "");
-  const columns = columnsField();
+  const reading = readingFields(settings, () => preview.later());
   const length = h("input", { type: "number", min: 8, max: 65536, placeholder: "chosen for the rows" });
   const prompt = ticked("Train on the prompt too");
   const button = h("button", {}, "Preview");
-  const read = () =>
-    attempt(button, place, () =>
-      showPreview(
-        shown,
-        dataset.value,
+  const source = () => ({ model: model.value });
+  const preview = livePreview(
+    () =>
+      dataset.value && [
+        setPath(dataset.value),
         {
-          model: model.value,
-          task: task.value,
-          column: columns.pairs(),
+          ...source(),
+          ...reading.options(),
           max_length_tokens: length.value,
           train_on_prompt: prompt.box.checked,
         },
-        signal,
-      ),
-    );
+      ],
+    signal,
+  );
+  /** Another file has other columns. */
+  const another = async () => {
+    preview.clear();
+    reading.forget();
+    const set = sets.find((one) => one.id === dataset.value);
+    if (set) await reading.look(setPath(set.id), set, signal).catch((error) => preview.place.show(error));
+  };
+  dataset.addEventListener("change", another);
+  const read = () => attempt(button, preview.place, preview.show);
   const element = h(
     "details",
     { class: "panel" },
@@ -194,28 +219,31 @@ function previewPanel(models, tasks, signal) {
         { class: "fields" },
         labelled("Data set", dataset),
         labelled("Read by model", model),
-        labelled("Prompt template", task),
-        columns.element,
         labelled("Most tokens per row", length),
       ),
+      reading.element,
       prompt.element,
       h("div", { class: "buttons" }, button),
     ),
-    place.element,
-    shown,
+    preview.element,
   );
+  element.addEventListener("toggle", () => element.open && !reading.columns().length && another());
   return {
     element,
+    source,
+    columns: reading.columns,
+    refill: reading.fill,
     fill: (found) => {
+      sets = found;
       const kept = dataset.value;
-      dataset.replaceChildren(
-        ...found.map((one) => h("option", { value: one.id }, setName(one))),
-      );
+      dataset.replaceChildren(...found.map((one) => h("option", { value: one.id }, setName(one))));
       if (found.some((one) => one.id === kept)) dataset.value = kept;
+      else reading.forget();
     },
-    choose: (id) => {
-      element.open = true;
+    choose: async (id) => {
       dataset.value = id;
+      await another();
+      element.open = true;
       element.scrollIntoView({ block: "nearest" });
       dataset.focus();
       read();

@@ -1,6 +1,7 @@
 /** Errors of the API as people can act on them. */
 
 import { announce, coded, h, table, terms } from "./dom.js";
+import { title } from "./settings.js";
 
 const SHOWN = 100;
 
@@ -9,11 +10,11 @@ export function problemBox(error) {
   return h(
     "div",
     { class: "problem", role: "alert" },
-    h("p", { dir: "auto" }, h("strong", {}, coded(error.message || "an unknown error"))),
+    h("p", { dir: "auto" }, h("strong", {}, coded(inWords(error.message || "an unknown error")))),
     terms([
       ["Expected", text(error.expected)],
       ["Received", text(error.received)],
-      ["Try", text(error.hint ?? error.try)],
+      ["Try", text(hintOf(error))],
     ]),
     error.problems?.length ? rowProblems(error.problems) : null,
   );
@@ -63,5 +64,22 @@ export async function attempt(button, place, work, done = "") {
 
 function text(value) {
   if (value === null || value === undefined || value === "") return null;
-  return coded(typeof value === "object" ? JSON.stringify(value) : String(value));
+  return coded(inWords(typeof value === "object" ? JSON.stringify(value) : String(value)));
+}
+
+const SETTING = /[`']?\b(?:train|data|method|model|limits)\.(?:[a-z-]+\.)?([a-z][a-z_]+)\b[`']?/g;
+const LABELS = { task: "Prompt template", memory_bytes: "Memory limit", name: "Method", columns: "column" };
+
+/** What the API says of its fields, in the words of this page's forms. */
+export function inWords(text) {
+  return text
+    .replace(SETTING, (_, key) => `“${LABELS[key] ?? title(key)}”`)
+    .replace(/`?\bskip_bad_rows\b`?/g, "“Skip unusable rows”")
+    .replace(/`force`/g, "“Start even if”");
+}
+
+/** A hint without the parts that only a program can follow. */
+function hintOf(error) {
+  const parts = (error.hint ?? error.try ?? "").split("; ");
+  return parts.filter((part) => !/\b(GET|PUT|POST|DELETE) \/|docs\/|\.yaml/.test(part)).join("; ");
 }

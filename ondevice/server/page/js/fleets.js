@@ -10,9 +10,7 @@ export async function fleetsView(main, { signal }) {
   const load = async () => {
     const fleets = await get("/v1/fleets", signal);
     list.replaceChildren(
-      fleets.length
-        ? fleetsTable(fleets)
-        : h("p", {}, "This machine takes part in no fleets. ", h("code", {}, "ondevice serve fleet NAME"), " adds one."),
+      fleets.length ? fleetsTable(fleets) : h("p", {}, "This machine takes part in no fleets. Its owner can add one."),
     );
   };
   await load();

@@ -1,6 +1,7 @@
 /** The plan of a job that is not there yet: memory by part, and whether it fits. */
 
 import { coded, h, table } from "./dom.js";
+import { inWords } from "./errors.js";
 import { bytes, duration } from "./format.js";
 
 /** A verdict and the table. `found` is the answer of a dry run. */
@@ -31,6 +32,6 @@ export function planParts({ plan, config }) {
         : "",
     ),
     table("Memory of the run by part", ["Part", "Memory", "Meaning"], [...parts, ...host, ...sums]),
-    ...plan.notes.map((note) => h("p", { class: "notice", dir: "auto" }, coded(note))),
+    ...plan.notes.map((note) => h("p", { class: "notice", dir: "auto" }, coded(inWords(note)))),
   ];
 }

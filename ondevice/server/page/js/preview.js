@@ -1,28 +1,72 @@
 /** Rows as the model sees them: what is trained on, what is only read, how long they are. */
 
-import { at, post } from "./api.js";
+import { post } from "./api.js";
 import { h, terms } from "./dom.js";
-import { rowProblems } from "./errors.js";
+import { problemPlace, rowProblems } from "./errors.js";
 import { number } from "./format.js";
 
 /**
  * Ask for a preview and fill `place` with it.
- * @param options model or artifact, task, column, max_length_tokens, train_on_prompt
+ * @param base the path of a data set, or of an upload that has arrived
+ * @param options model or artifact, task, columns, max_length_tokens, train_on_prompt
  * @returns the API's answer
  */
-export async function showPreview(place, dataset, options, signal) {
+export async function showPreview(place, base, { columns = {}, ...options }, signal) {
+  const column = Object.entries(columns).map((pair) => pair.join("="));
   const asked = Object.fromEntries(
-    Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+    Object.entries({ ...options, column }).filter(([, value]) => value !== null && value !== undefined && value !== ""),
   );
   place.replaceChildren(h("p", { class: "soft", role: "status" }, "The rows are being read…"));
   try {
-    const found = await post(at("/v1/datasets", dataset, "/preview"), asked, signal);
+    const found = await post(`${base}/preview`, asked, signal);
     place.replaceChildren(...previewParts(found));
     return found;
   } catch (error) {
     place.replaceChildren();
     throw error;
   }
+}
+
+const LATER_MS = 500;
+
+/**
+ * A preview that follows its form: `later()` reads the rows anew once the user has stopped to change it.
+ * @param ask gives `[base, options]`, or null while there is nothing to show
+ */
+export function livePreview(ask, signal) {
+  const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
+  let waiting = null;
+  let running = new AbortController();
+  signal.addEventListener("abort", () => {
+    clearTimeout(waiting);
+    running.abort();
+  });
+  const show = async () => {
+    const asked = ask();
+    running.abort();
+    running = new AbortController();
+    place.clear();
+    if (!asked) {
+      shown.replaceChildren();
+      return;
+    }
+    await showPreview(shown, ...asked, running.signal);
+  };
+  return {
+    element: h("div", {}, place.element, shown),
+    place,
+    show,
+    later: () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => show().catch((error) => place.show(error)), LATER_MS);
+    },
+    clear: () => {
+      clearTimeout(waiting);
+      running.abort();
+      place.clear();
+      shown.replaceChildren();
+    },
+  };
 }
 
 function previewParts(found) {

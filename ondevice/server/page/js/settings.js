@@ -66,9 +66,11 @@ export function title(key) {
 function field(key, schema, value) {
   const options = schema.anyOf ?? [schema];
   const optional = options.some((one) => one.type === "null");
-  const kind = options.find((one) => one.type !== "null") ?? schema;
+  const values = options.filter((one) => one.type !== "null");
+  const kind = values.find((one) => one.const === undefined) ?? values[0] ?? schema;
   const help = plain(schema.description);
-  const word = options.find((one) => one.const !== undefined)?.const; // "auto" in addition to numbers, or to yes and no
+  if (kind.const !== undefined) return selected(key, { enum: [kind.const] }, value, help, optional);
+  const word = values.find((one) => one.const !== undefined)?.const; // "auto" in addition to numbers, or to yes and no
   if (word && kind.type === "boolean") return selected(key, { enum: [word, true, false] }, value, help, optional);
   if (kind.enum) return selected(key, kind, value, help, optional);
   if (kind.type === "boolean" && !optional) return switched(key, value, help);

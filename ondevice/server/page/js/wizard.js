@@ -4,6 +4,7 @@ import { ask, get, listModels, post } from "./api.js";
 import { announce, h } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { planParts } from "./plan.js";
+import { ownTemplates } from "./templates.js";
 import { dataStep, methodStep, modelStep, queueStep } from "./wizard_steps.js";
 
 const TITLES = ["Model", "Data", "Method", "Plan and start"];
@@ -14,7 +15,9 @@ export async function wizardView(main, { signal }) {
     listModels(signal),
     ...["/v1/settings", "/v1/artifacts", "/v1/adapters"].map((path) => get(path, signal)),
   ]);
-  const known = { schema: settings.run_file, tasks: settings.tasks, models, artifacts, adapters };
+  const templates = await ownTemplates(signal);
+  settings.own = templates.all;
+  const known = { schema: settings.run_file, settings, templates, models, artifacts, adapters };
   const place = problemPlace();
   const model = modelStep(known, signal);
   const data = dataStep(known, () => model.source(), signal);

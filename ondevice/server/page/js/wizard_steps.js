@@ -2,12 +2,13 @@
 
 import { get } from "./api.js";
 import { architecture, setName } from "./data.js";
-import { columnsField } from "./columns.js";
 import { choice, h, labelled, newId } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { limitFields, windowFields, windowOf } from "./panels.js";
-import { showPreview } from "./preview.js";
+import { livePreview } from "./preview.js";
+import { readingFields, setPath } from "./reading.js";
 import { fieldsOf, methodsOf, sectionOf } from "./settings.js";
+import { templateForm } from "./templates.js";
 import { uploader } from "./uploader.js";
 
 const MAIN_KEYS = ["learning_rate", "rank", "queries", "target_modules"];
@@ -92,33 +93,38 @@ export function modelStep({ models, artifacts, adapters }, signal) {
 }
 
 /** Which rows, how they are read, and a preview of the trained tokens. */
-export function dataStep({ schema, tasks }, source, signal) {
+export function dataStep({ schema, settings, templates }, source, signal) {
   const section = sectionOf(schema, "data");
   const [train, evaluate] = [choice([], "", { required: true }), choice([["", "none"]], "")];
-  const task = choice([["", "inferred from the keys"], ...tasks.map((one) => [one, one])], "");
-  const columns = columnsField();
   const fields = fieldsOf(section, ["max_length_tokens", "validation_split", "train_on_prompt"]);
-  const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
-  const look = h("button", { type: "button" }, "Preview the rows");
-  look.addEventListener("click", () =>
-    attempt(look, place, () =>
-      showPreview(
-        shown,
-        train.value,
+  let sets = [];
+  const reading = readingFields(settings, () => preview.later());
+  const preview = livePreview(
+    () =>
+      train.value && [
+        setPath(train.value),
         {
           ...source(),
-          task: task.value,
-          column: columns.pairs(),
+          ...reading.options(),
           max_length_tokens: fields.get("max_length_tokens"),
           train_on_prompt: fields.get("train_on_prompt"),
         },
-        signal,
-      ),
-    ),
+      ],
+    signal,
   );
+  const look = h("button", { type: "button" }, "Preview the rows");
+  look.addEventListener("click", () => attempt(look, preview.place, preview.show));
+  /** Another file has other columns. */
+  const another = async () => {
+    preview.clear();
+    reading.forget();
+    const set = sets.find((one) => one.id === train.value);
+    if (set) await reading.look(setPath(set.id), set, signal).catch((error) => preview.place.show(error));
+  };
+  train.addEventListener("change", another);
   const load = async (chosen) => {
-    const found = await get("/v1/datasets", signal);
-    const options = found.map((one) => [one.id, setName(one)]);
+    sets = await get("/v1/datasets", signal);
+    const options = sets.map((one) => [one.id, setName(one)]);
     for (const [select, first] of [
       [train, []],
       [evaluate, [["", "none"]]],
@@ -128,22 +134,34 @@ export function dataStep({ schema, tasks }, source, signal) {
       if ([...select.options].some((option) => option.value === kept)) select.value = kept;
     }
     if (chosen) train.value = chosen;
-    else upload.open = !found.length;
+    else upload.open = !sets.length;
+    await another();
+  };
+  const rows = {
+    settings,
+    source,
+    inside: true,
+    // A refused file must not leave another one selected.
+    begun: () => {
+      train.selectedIndex = -1;
+      another();
+    },
   };
   const upload = h(
     "details",
     { class: "inner" },
     h("summary", {}, "Upload rows"),
-    uploader("dataset", load, signal, tasks, {
-      options: () => ({
-        ...(task.value ? { task: task.value } : {}),
-        ...(columns.pairs().length ? { columns: columns.value() } : {}),
-      }),
-      // A refused file must not leave another one selected.
-      begun: () => {
-        train.selectedIndex = -1;
-      },
-    }),
+    uploader("dataset", load, signal, rows),
+  );
+  const template = templateForm(
+    reading.columns,
+    async (name) => {
+      await templates.load();
+      reading.fill();
+      reading.task.value = name;
+      reading.task.dispatchEvent(new Event("change", { bubbles: true }));
+    },
+    signal,
   );
   const element = h(
     "div",
@@ -153,61 +171,87 @@ export function dataStep({ schema, tasks }, source, signal) {
       { class: "fields" },
       labelled("Train on", train),
       labelled("Evaluate on", evaluate, "Rows that are only evaluated."),
-      labelled("Prompt template", task),
-      columns.element,
     ),
     upload,
+    reading.element,
+    template,
     fields.element,
     h("div", { class: "buttons" }, look),
-    place.element,
-    shown,
+    preview.element,
   );
   return {
     element,
     load,
-    mark: (key) => (key === "task" ? task : key === "columns" ? columns.control : fields.mark(key)),
+    mark: (key) => reading.mark(key) ?? fields.mark(key),
     sets: () => ({ dataset: train.value, ...(evaluate.value ? { eval_dataset: evaluate.value } : {}) }),
-    values: () => ({
-      ...fields.values(),
-      ...(task.value ? { task: task.value } : {}),
-      ...(columns.pairs().length ? { columns: columns.value() } : {}),
-    }),
+    values: () => ({ ...fields.values(), ...reading.options() }),
+  };
+}
+
+/** Methods in words: the recommended one, and the others folded away. */
+function methodChoice(methods, changed) {
+  const group = newId("method");
+  let touched = false;
+  const options = methods.map(({ name, words, trains }) => {
+    const input = h("input", { type: "radio", name: group, value: name });
+    input.addEventListener("change", () => {
+      touched = true;
+      changed();
+    });
+    const about = h("small", {}, `${name}, ${trains === "adapter" ? "makes an adapter" : "makes a whole model"}`);
+    return { name, input, element: h("label", { class: "tick method" }, input, h("span", {}, words, " ", about)) };
+  });
+  const [best, others] = [h("div"), h("div")];
+  const folded = h("details", { class: "inner" }, h("summary", {}, "Other methods"), others);
+  const recommend = (name) => {
+    const one = options.find((option) => option.name === name) ?? options[0];
+    best.replaceChildren(one.element);
+    others.replaceChildren(...options.filter((option) => option !== one).map((option) => option.element));
+    if (!touched) one.input.checked = true;
+  };
+  recommend(null);
+  return {
+    element: h(
+      "fieldset",
+      {},
+      h("legend", {}, "Method"),
+      h("p", { class: "soft" }, "Recommended for this model:"),
+      best,
+      folded,
+    ),
+    value: () => options.find(({ input }) => input.checked).name,
+    recommend: (name) => {
+      recommend(name);
+      changed();
+    },
   };
 }
 
 /** The method with its settings, and the loop's. */
-export function methodStep({ schema }) {
+export function methodStep({ schema, settings }) {
   const methods = methodsOf(schema);
   const [train, model] = [sectionOf(schema, "train"), sectionOf(schema, "model")];
-  const select = choice(
-    methods.map(([name]) => [name, name]),
-    schema.properties.method.default.name,
-  );
-  let touched = false;
-  const [about, own, more] = [h("p", { class: "soft" }), h("div"), h("div")];
+  const picked = methodChoice(settings.methods, () => show());
+  const [own, more] = [h("div"), h("div")];
   const precision = fieldsOf(model, ["dtype", "device"]);
   const [loop, loopMore] = [fieldsOf(train, TRAIN_KEYS), fieldsOf(train, TRAIN_MORE)];
   const made = new Map();
   let forArtifact = false;
   const fields = () => {
-    if (!made.has(select.value)) {
-      const section = methods.find(([name]) => name === select.value)[1];
+    const name = picked.value();
+    if (!made.has(name)) {
+      const section = methods.find(([one]) => one === name)[1];
       const main = MAIN_KEYS.filter((key) => key in section.properties);
       const rest = Object.keys(section.properties).filter((key) => key !== "name" && !main.includes(key));
-      made.set(select.value, { section, main: fieldsOf(section, main), rest: fieldsOf(section, rest) });
+      made.set(name, { main: fieldsOf(section, main), rest: fieldsOf(section, rest) });
     }
-    return made.get(select.value);
+    return made.get(name);
   };
   const show = () => {
-    const { section, main, rest } = fields();
-    about.textContent = section.description ?? "";
+    const { main, rest } = fields();
     own.replaceChildren(main.element);
     more.replaceChildren(rest.element, precision.element);
   };
-  select.addEventListener("change", () => {
-    touched = true;
-    show();
-  });
   show();
   const rate = fieldsOf({
     properties: {
@@ -218,7 +262,7 @@ export function methodStep({ schema }) {
       },
     },
   });
-  const chosen = h("div", {}, labelled("Method", select), about, own);
+  const chosen = h("div", {}, picked.element, own);
   const fixed = h("div", {}, h("p", {}, "Method, batch and seed are fixed in the program."), rate.element);
   const kind = h("div", {}, chosen);
   const further = h("details", { class: "inner" }, h("summary", {}, "More settings of the method"), more);
@@ -233,13 +277,8 @@ export function methodStep({ schema }) {
   );
   return {
     element,
-    /** Select the daemon's default method for a model, unless another was chosen here. */
-    suggest: ({ method, said }) => {
-      if (touched || !methods.some(([name]) => name === method)) return;
-      select.value = method;
-      show();
-      about.textContent = said;
-    },
+    /** Recommend the daemon's default method for a model; one that was chosen here stays. */
+    suggest: ({ method }) => picked.recommend(method),
     artifact: (yes) => {
       forArtifact = further.hidden = yes;
       kind.replaceChildren(yes ? fixed : chosen);
@@ -255,7 +294,7 @@ export function methodStep({ schema }) {
       return found;
     },
     values: () =>
-      forArtifact ? rate.values() : { name: select.value, ...fields().main.values(), ...fields().rest.values() },
+      forArtifact ? rate.values() : { name: picked.value(), ...fields().main.values(), ...fields().rest.values() },
     train: () => ({ ...loop.values(), ...loopMore.values() }),
     model: () => precision.values(),
   };
