@@ -28,6 +28,7 @@ from ondevice.planning.devices import place
 from ondevice.planning.estimate import plan_run
 from ondevice.planning.fits import ensure_fits, memory_limit
 from ondevice.planning.precision import with_precision
+from ondevice.training import choices
 from ondevice.training.callbacks import Callback
 from ondevice.training.events import Sink
 from ondevice.training.fit import Options, Trained, fit, read_rows_of, train_model
@@ -180,13 +181,14 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         decided[METHOD_NAME] = config.method.name
     decided[DATE] = recorded.get(DATE) or iso(time.time())
     if recorded:
-        config = with_decisions(config, recorded)
+        config = with_decisions(config, choices.usable(recorded, config))
     config = config.for_training()
     size = train_rows and train_rows.batch_size
     if size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": size})
         config = config.model_copy(update={"train": loop})
     placement = place(config)
+    decided |= choices.machine_choices(config, placement)
     _check_method(config, placement, loaded)
     if own := placement.spec.capability(OwnPrecision):
         config, messages = _with_precision(config, placement, own, decided)
@@ -215,12 +217,17 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         resolved = plan.request.method
         messages += filter(None, [plan.request.why])
         decided |= placement_of(config, resolved)
+    kernels = choices.kernels_of(config.method, placement, recorded)
+    decided |= {choices.KERNELS: kernels} if kernels else {}
     options = replace(
-        options, notes=notes, said=tuple(messages), resolved=resolved, decided=decided
+        options, notes=notes, said=tuple(messages), resolved=resolved, kernels=kernels
     )
     limit = config.train.memory_limit_bytes
-    with nullcontext() if limit is None else memory_limit(limit, plan):
-        return train_model(config, placement, options)
+    with (
+        nullcontext() if limit is None else memory_limit(limit, plan),
+        choices.threads(placement, recorded) as threads,
+    ):
+        return train_model(config, placement, replace(options, decided=decided | threads))
 
 
 def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel | None) -> None:

@@ -5,7 +5,6 @@ Attention is PyTorch's scaled_dot_product_attention in both, which uses FlashAtt
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import MissingPackageError
+from ondevice.core.kernels import has_liger
 from ondevice.core.session import IGNORE
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def use_liger(config: EngineConfig, device: str) -> bool:
     Raises:
         MissingPackageError: it is requested, but the package or a GPU is missing.
     """
-    possible = device != "cpu" and importlib.util.find_spec("liger_kernel") is not None
+    possible = has_liger(device)
     if config.kernels == "liger" and not possible:
         raise MissingPackageError(
             "liger-kernel cannot be used",

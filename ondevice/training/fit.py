@@ -102,6 +102,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         loaded = load_model(source.source, **wanted, device=where, classes=source.classes)
 
     def open_session(method: Any) -> Session:
+        if options.kernels is not None:
+            method = method.model_copy(update={"kernels": options.kernels})
         return spec.open_session(
             loaded, method, config.train.seed, placement.device, placement.backend
         )

@@ -150,10 +150,13 @@ def identity_of(start: events.Start) -> dict[str, Any]:
 def recorded_decisions(out: Path) -> dict[str, Any]:
     """Return what the run in `out` decided, by dotted key; nothing if there is no log."""
     start = read_start(out / FILE_NAME)
-    # An older log has no date of its own; its rows were rendered when it began.
     if start is None:
         return {}
-    return {DATE: iso(start.time_s), **start.decided}
+    # An older log has neither its date nor its threads among its choices.
+    older = {DATE: iso(start.time_s)}
+    if "threads" in start.environment:
+        older["threads"] = start.environment["threads"]
+    return {**older, **start.decided}
 
 
 def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:
@@ -166,7 +169,8 @@ def with_decisions(config: RunConfig, decided: dict[str, Any]) -> RunConfig:
         section = getattr(config, section_name, None)
         if key == METHOD_NAME or section is None or field not in type(section).model_fields:
             continue
-        if field not in section.model_fields_set or getattr(section, field) is None:
+        is_open = getattr(section, field) in (None, "auto")
+        if field not in section.model_fields_set or is_open:
             config = config.model_copy(
                 update={section_name: section.model_copy(update={field: value})}
             )

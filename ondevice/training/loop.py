@@ -126,6 +126,7 @@ class Options:
         loaded: a model that is already loaded, instead of `model.source`'s.
         resolved: the method's settings with what was left to this machine decided, only for the session; None: those
             of the run.
+        kernels: of `method.kernels` if that is `auto`, only for the session.
         decided: the run's own choices by dotted key, for the log.
     """
 
@@ -140,6 +141,7 @@ class Options:
     eval_rows: PythonRows | None = None
     loaded: LoadedModel | None = None
     resolved: Any = None
+    kernels: str | None = None
     decided: dict[str, Any] = field(default_factory=dict)
 
 

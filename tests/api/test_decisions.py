@@ -17,7 +17,10 @@ from ondevice.api import train as training
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.torch import SlideformerSession
 from ondevice.planning import precision
+from ondevice.planning.devices import place
+from ondevice.training import choices
 from ondevice.training.events import FILE_NAME, read_log, read_start
+from ondevice.training.identity import with_decisions
 from tests.api.flipped import flip
 from tests.cli.command import classes
 
@@ -108,6 +111,100 @@ def test_a_resumed_run_keeps_its_length_and_its_method(tmp_path, monkeypatch) ->
     )
     result = run(data, tmp_path / "run", 3, resume=True, **{"train.schedule": "constant"})
     assert result.result.steps == 3
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of each session that is opened, on a machine that gets and loses liger-kernel."""
+    from ondevice.methods.mesp.torch import model
+
+    asked: list[str] = []
+    choose = model.choose
+
+    def note(name: str, device: str) -> Any:
+        asked.append(name)
+        return choose("torch", device)
+
+    monkeypatch.setattr(model, "choose", note)
+    return asked
+
+
+def test_a_resumed_run_keeps_its_kernels(kernels, tmp_path, monkeypatch) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    for steps in (1, 2, 3):
+        monkeypatch.setattr(choices, "has_liger", lambda device, now=steps > 1: now)
+        run(data, tmp_path / "run", steps, resume=steps > 1)
+    assert kernels == ["torch"] * 3
+    assert read_start(tmp_path / "run" / FILE_NAME).decided["placement.kernels"] == "torch"
+
+
+def test_kernels_that_are_gone_are_chosen_again_and_said(
+    kernels, tmp_path, monkeypatch, caplog
+) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(choices, "has_liger", lambda device: True)
+    run(data, tmp_path / "run", 1)
+    monkeypatch.setattr(choices, "has_liger", lambda device: False)
+    run(data, tmp_path / "run", 2, resume=True)
+    assert kernels == ["liger", "torch"]
+    assert "which cannot be used here" in caplog.text
+
+
+def test_a_resumed_run_computes_with_as_many_threads(tmp_path, monkeypatch) -> None:
+    import torch
+
+    for name in choices.NAMED_THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(choices, "cores", lambda: 4)
+    data, before = classes(tmp_path / "rows.jsonl"), torch.get_num_threads()
+    try:
+        for steps, threads in ((1, 2), (2, 3), (3, 1)):
+            torch.set_num_threads(threads)
+            run(data, tmp_path / "run", steps, resume=steps > 1)
+            assert torch.get_num_threads() == threads, "the caller's number is put back"
+    finally:
+        torch.set_num_threads(before)
+    resumed = [
+        entry.event.changed
+        for entry in read_log(tmp_path / "run" / FILE_NAME).entries
+        if entry.event.kind == "resume"
+    ]
+    assert len(resumed) == 2
+    assert not any("environment.threads" in changed for changed in resumed)
+
+
+def test_threads_that_the_user_names_or_that_have_no_cores_stay(tmp_path, monkeypatch) -> None:
+    import torch
+
+    placement = place(ondevice.RunConfig.load(None, {"model.source": "tiny:llama"}))
+    before = torch.get_num_threads()
+    monkeypatch.setattr(choices, "cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with choices.threads(placement, {"threads": before + 1}) as taken:
+        assert taken == {"threads": before}
+    for name in choices.NAMED_THREADS:
+        monkeypatch.delenv(name, raising=False)
+    with choices.threads(placement, {"threads": 5}) as taken:
+        assert taken == {"threads": before}
+
+
+def test_a_run_that_began_on_the_processor_stays_there(tmp_path, monkeypatch) -> None:
+    import torch
+
+    data = classes(tmp_path / "rows.jsonl")
+    first = read_decided(run, data, tmp_path / "run", 1, **{"model.device": "auto"})
+    assert (first["model.device"], first["train.backend"]) == ("cpu", "torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = ondevice.RunConfig.load(None, {"model.source": "tiny:llama"})
+    assert place(config).device == "cuda"
+    assert place(with_decisions(config, choices.usable(first, config))).device == "cpu"
+
+
+def test_a_run_whose_gpu_is_gone_goes_on_and_says_so(caplog) -> None:
+    config = ondevice.RunConfig.load(None, {"model.source": "tiny:llama"})
+    kept = choices.usable({"model.device": "cuda", "train.backend": "torch"}, config)
+    assert kept == {"train.backend": "torch"}
+    assert "this run began with model.device cuda" in caplog.text
 
 
 def test_what_the_user_names_is_never_replaced(tmp_path) -> None:

@@ -12,7 +12,6 @@ forward pass is kept: the backward pass needs queries, keys and values.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,6 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from ondevice.core.errors import MissingPackageError
+from ondevice.core.kernels import has_liger
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
 from ondevice.nn.cross_entropy import cast, joined, times, wide
 
@@ -491,7 +491,7 @@ def choose(kernels: str, device: str) -> TorchKernels:
     Raises:
         MissingPackageError: liger is asked for but not installed, or there is no GPU.
     """
-    possible = device.startswith("cuda") and importlib.util.find_spec("liger_kernel") is not None
+    possible = has_liger(device)
     if kernels == "liger" and not possible:
         raise MissingPackageError(
             "liger-kernel is asked for and cannot be used",

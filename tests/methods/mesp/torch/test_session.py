@@ -297,7 +297,8 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(
     from ondevice.methods.mesp.torch import kernels
 
     monkeypatch.setattr(
-        kernels.importlib.util, "find_spec", lambda name: object() if package else None
+        "ondevice.core.kernels.importlib.util.find_spec",
+        lambda name: object() if package else None,
     )
     if taken is None:
         with pytest.raises(MissingPackageError) as refused:
