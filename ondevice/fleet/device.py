@@ -444,12 +444,14 @@ def answering(settings: DeviceSettings, standing: Standing | None = None) -> Ite
 def _listen(listener: Listener, device: Device) -> None:
     while True:
         try:
-            with listener.accept() as connection:
-                number, content = received(connection)
-                connection.send_bytes(encoded(number, device.reply(content, number)))
-        except EOFError:
-            continue  # the process that asked has ended
+            connection = listener.accept()
         except OSError:
             return  # the listener was closed
+        try:
+            with connection:
+                number, content = received(connection)
+                connection.send_bytes(encoded(number, device.reply(content, number)))
+        except (EOFError, OSError):
+            continue  # the process that asked has ended, perhaps while this one computed
         except Exception:
             log.exception("a message could not be processed")

@@ -44,21 +44,21 @@ def main(settings: NodeSettings) -> None:
     key: Any = load_ssh_private_key(Path(settings.key).read_bytes(), None)
     confine([Path(settings.device)], settings.ports)
     delays = Delays()
-    lost: News | None = None
+    said: set[News] = set()
     while True:
         try:
             with Connection(settings.address, authority, key) as connection:
                 log.info("connected as device %s", connection.number)
                 delays.reset()
-                lost = None
+                said.clear()
                 tell(News.CONNECTED)
                 take_part(connection, Path(settings.device))
         except Exception as error:  # a server, or who sits in between, can send anything
             news = news_of(error)
-            if news != lost:  # once per outage, and per reason
+            if news not in said:  # once per outage, and per reason
                 log.warning("the connection is lost: %s: %s", news, error)
                 tell(news)
-            lost = news
+            said.add(news)
         time.sleep(next(delays))
 
 
@@ -95,9 +95,8 @@ def news_of(error: Exception) -> News:
         if error.response.status_code in (401, 403):
             return News.NOT_ADMITTED
         return News.REFUSED
-    text = str(error).lower()
     if isinstance(error, httpx.TransportError):
-        if any(term in text for term in ("certificate", "ssl", "tls")):
+        if "certificate" in str(error).lower():
             return News.OTHER_CERTIFICATE
         return News.UNREACHABLE
     return News.REFUSED

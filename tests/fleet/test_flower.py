@@ -16,15 +16,17 @@ import stat
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ondevice.core.errors import ConfigError
-from ondevice.fleet.asking import ask
+from ondevice.fleet.asking import ask, encoded
 from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering
 from ondevice.fleet.link import Link
@@ -283,6 +285,25 @@ def test_a_device_replies_over_its_socket_and_reports_errors(tmp_path: Path) -> 
     gone = tmp_path / "gone.json"
     gone.write_text(json.dumps({"socket": str(tmp_path / "nobody")}))
     assert ask(gone, {}, 9) == {"error": "no_process"}
+
+
+def test_a_device_replies_after_a_process_that_asked_was_killed_while_it_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer then goes to nobody, which must not end the thread that answers."""
+    gone = threading.Event()
+
+    def reply(device: object, content: object, number: int) -> dict[str, Any]:
+        assert gone.wait(30)
+        return {"place": 0}
+
+    monkeypatch.setattr("ondevice.fleet.device.Device.reply", reply)
+    with answering(DeviceSettings(folder=str(tmp_path), data="")) as file:
+        address = json.loads(file.read_text())["socket"]
+        with Client(address, family="AF_UNIX") as asker:
+            asker.send_bytes(encoded(9, {}))
+        gone.set()
+        assert ask(file, {}, 9) == {"place": 0}
 
 
 def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
