@@ -8,6 +8,7 @@ fleet device`, with its copy of the fleet in `STORE/fleets/NAME/`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -39,7 +40,9 @@ AGAIN_S = 30.0
 STOP_S = 40.0
 LOG_BYTES = 1 << 20
 Progress = Callable[[Path], dict[str, Any] | None]
-NO_PROGRESS = {"fleet": None, "model": None, "rounds": 0, "hash": None, "bytes": 0}
+NO_PROGRESS = {"fleet": None, "model": None, "rounds": 0, "hash": None, "bytes": 0, "why": ""}
+OVER = "the fleet is over"
+"""Its server said so. A daemon that is started again asks anew."""
 
 
 class Seat(StrictConfig):
@@ -199,7 +202,10 @@ class Fleets(threading.Thread):
             running = self.running.setdefault(name, Running())
             process = running.process
             if process is not None and process.poll() is not None:
-                if not running.stopping:
+                if not running.stopping and process.returncode == 0:
+                    running.not_before = math.inf
+                    running.why = OVER
+                elif not running.stopping:
                     running.not_before = now + AGAIN_S
                     running.why = (
                         self._last_line(name) or f"it ended with status {process.returncode}"
@@ -258,14 +264,20 @@ class Fleets(threading.Thread):
             running = self.running.get(name, Running())
             seat = seats.get(name)
             rows.append({
-                "name": name, "running": running.process is not None, "why": running.why,
+                "name": name, "running": running.process is not None,
                 "server": f"{seat.host}:{seat.port}" if seat else None,
-                "window": seat.window.model_dump() if seat and seat.window else None, **self._progress(name),
+                "window": seat.window.model_dump() if seat and seat.window else None,
+                **self._progress(name, running),
             })  # fmt: skip
         return rows
 
-    def _progress(self, name: str) -> dict[str, Any]:
-        return NO_PROGRESS | (self.progress(self.folder / name) or {})
+    def _progress(self, name: str, running: Running) -> dict[str, Any]:
+        """Return a device's progress, and why it does not run; or else why it has no server, or did
+        not reply in its last round."""
+        found = NO_PROGRESS | (self.progress(self.folder / name) or {})
+        if running.process is None or running.why:
+            found["why"] = running.why
+        return found
 
 
 def _end(running: Running, now: float, wait: bool = False) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.core.errors import ConfigError
-from ondevice.server.fleets import Fleets, Running, Seat, write_seat
+from ondevice.server.fleets import AGAIN_S, Fleets, Running, Seat, write_seat
 from tests.cli.command import CommandLine
 from tests.fleet.test_simulate import rows
 from tests.ports import free_port
@@ -74,6 +75,22 @@ def test_a_device_runs_in_its_window_alone_and_never_beside_a_job(tmp_path: Path
     fleets.turn()
     assert [row["name"] for row in fleets.table()] == ["broken"]
     fleets.stop()
+
+
+def test_a_device_whose_fleet_is_over_is_not_started_again(tmp_path: Path) -> None:
+    seat = Seat(data=str(rows(tmp_path / "r.jsonl")), port=9, insecure=True)
+    write_seat(tmp_path, "home", seat)
+    fleets = Fleets(tmp_path, lambda: False, lambda folder: {"why": "the server cannot be reached"})
+    for status, why, waits_s in ((0, "the fleet is over", math.inf), (14, "it ended", AGAIN_S)):
+        process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+        fleets.running["home"] = Running(process)
+        fleets.running["home"].why = ""
+        assert fleets.table()[0]["why"] == "the server cannot be reached"
+        process.wait()
+        fleets.turn()
+        (row,) = fleets.table()
+        assert (row["running"], row["why"].startswith(why)) == (False, True), row
+        assert fleets.running["home"].not_before >= time.monotonic() + waits_s - 5
 
 
 def test_a_device_ends_with_the_daemon_that_was_killed(tmp_path: Path) -> None:
