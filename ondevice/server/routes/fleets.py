@@ -20,7 +20,7 @@ class FleetSeat(ResponseBody):
     running: bool
     """True while its device waits for its server or trains."""
     why: str
-    """Reason why it does not run; empty while it does."""
+    """Reason why it does not run, has no server, or did not reply in its last round; else empty."""
     server: str | None
     """Host and port."""
     window: Window | None

@@ -25,7 +25,7 @@ function fleetsTable(fleets) {
     heads,
     fleets.map((one) => [
       one.name,
-      one.running ? "takes part" : one.why,
+      one.why || "takes part",
       one.server ?? "",
       one.window ? `${one.window.start}–${one.window.end}` : "always",
       one.rounds,
