@@ -1,0 +1,52 @@
+"""The benchmarks of the exits, on a tiny model and few rows: each reader gives the labels of `eval`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exits import by_heart, labels
+from ondevice.exits.ollama import template_of
+from ondevice.models import save_tiny
+from ondevice.models.tiny import CHAT_TEMPLATE
+from tests.exits.llama_cpp import MESSAGES
+from tests.exits.test_ollama import DEFAULT_SYSTEM, Fake
+
+
+def test_labels_of_few_rows_agree_in_every_reader(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    model = save_tiny(tmp_path / "model", "llama", vocab=288)
+    args = argparse.Namespace(model=str(model), rows=6, steps=2)
+    work = labels.Work(tmp_path / "work", "tickets", args)
+    rows = labels.compare(work, ["predict", "transformers", "llama.cpp"])
+    assert [row["rows"] for row in rows] == [6] * 4
+    assert [row["differ"] for row in rows] == [0] * 4, rows
+
+
+def test_a_label_that_differs_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(model="tiny:llama", rows=6, steps=1)
+    work = labels.Work(tmp_path, "tickets", args)
+    monkeypatch.setattr(work, "make", lambda: None)
+    wanted = ["a", "b", "a", "b", "a", "b"]
+    monkeypatch.setattr(labels, "by_eval", lambda work: (wanted, {}, [1.0, 0.5, 2.0, 3.0, 4.0, 5]))
+    monkeypatch.setattr(labels.Work, "record", property(lambda self: _Answers()))
+    monkeypatch.setitem(labels.EXITS, "predict", lambda work: ["a", "a", "b", "b", "a", "b"])
+    row = labels.compare(work, ["predict"])[1]
+    assert (row["differ"], row["smallest_margin"]) == (2, 0.5)
+
+
+class _Answers:
+    def answers(self, records: list[object]) -> dict[int, set[str]]:
+        return {number: {"a"} for number in range(1, len(records) + 1)}
+
+
+@pytest.mark.parametrize("text", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
+def test_a_modelfiles_template_is_rendered_as_the_models_own(text: str) -> None:
+    tokenizer = Fake(text)
+    found = template_of(tokenizer)
+    assert found is not None
+    for messages in (MESSAGES, [{"role": "system", "content": "Be brief"}, *MESSAGES]):
+        expected = tokenizer.apply_chat_template(messages, False, True)
+        assert by_heart.rendered(found.go(), messages) == expected
