@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.exits import by_heart, labels
+from ondevice.cli.app import app
 from ondevice.exits.ollama import template_of
 from ondevice.models import save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
@@ -15,8 +19,18 @@ from tests.exits.llama_cpp import MESSAGES
 from tests.exits.test_ollama import DEFAULT_SYSTEM, Fake
 
 
-def test_labels_of_few_rows_agree_in_every_reader(tmp_path: Path) -> None:
+def here(*words: object) -> dict[str, Any]:
+    """Run the command in this process, which has imported its packages."""
+    done = CliRunner().invoke(app, [*map(str, words), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_labels_of_few_rows_agree_in_every_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("xllamacpp")
+    monkeypatch.setattr(labels, "ondevice", here)
     model = save_tiny(tmp_path / "model", "llama", vocab=288)
     args = argparse.Namespace(model=str(model), rows=6, steps=2)
     work = labels.Work(tmp_path / "work", "tickets", args)
