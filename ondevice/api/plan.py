@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, overload
 from ondevice.api.inputs import Rows, read_inputs
 from ondevice.core.config import StrictConfig
 from ondevice.core.registry import naming_methods
-from ondevice.data.reading import as_rows
-from ondevice.data.token_rows import tokens
 from ondevice.planning.devices import place
 from ondevice.planning.estimate import Plan, plan_run
 from ondevice.planning.estimate import plan as plan_sizes
-from ondevice.training.length import with_length
+from ondevice.training.length import with_length_of
 
 if TYPE_CHECKING:
     from ondevice.api.inputs import Model, Run
@@ -25,6 +23,7 @@ def plan(
     config: Model | Run | None = None,
     rows: Rows | None = None,
     *,
+    eval_rows: Rows | None = None,
     model: Model | None = None,
     tokenizer: Any = None,
     **settings: Any,
@@ -47,6 +46,7 @@ def plan(
     config: Any = None,
     rows: Any = None,
     *,
+    eval_rows: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     **settings: Any,
@@ -54,7 +54,7 @@ def plan(
     """Estimate memory by part and time of a training step; no weights are loaded.
 
     It takes what `train` takes: `plan(model, rows, method="lora", batch_size=8)`. Rows decide the
-    maximum length; without them it is `max_length`, or 128 tokens.
+    maximum length, as they do for `train`; without them it is `max_length`, or 128 tokens.
 
     With `length_tokens` it takes a model's source or dimensions, and a method's settings in place
     of the rows: `plan("tiny:llama", ondevice.method_config("mesp"), batch_size=1,
@@ -64,7 +64,7 @@ def plan(
 
     Args:
         config: a model, a model's source, a run, a run file's path, or settings by dotted key.
-        rows: as for `train`.
+        rows, eval_rows: as for `train`.
         model: the model, if `config` is a run.
         tokenizer: of a model of transformers.
         settings: by plain name or dotted key.
@@ -78,17 +78,20 @@ def plan(
         named = {"model_source": config if model is None else model, "method_config": rows}
         return plan_sizes(**{**named, **settings})
     settings.setdefault("out", Path("runs/default"))  # nothing is written
-    inputs = read_inputs(config, rows, settings, model=model, tokenizer=tokenizer)
+    inputs = read_inputs(
+        config, rows, settings, eval_rows=eval_rows, model=model, tokenizer=tokenizer
+    )
     run, taken, loaded = inputs.config, inputs.rows, inputs.loaded
     if taken is not None and taken.batch_size and "batch_size" not in run.train.model_fields_set:
         loop = run.train.model_copy(update={"batch_size": taken.batch_size})
         run = run.model_copy(update={"train": loop})
-    if run.data.max_length_tokens is None and taken is not None and taken.tokenized:
-        longest = tokens(taken, None).max_length_tokens
-        data = run.data.model_copy(update={"max_length_tokens": longest})
-        run = run.model_copy(update={"data": data})
-    read = None
-    if taken is not None and not taken.tokenized:
-        read = as_rows(taken, run.data.task, run.data.columns)
-    run, _ = with_length(run, read, loaded)
-    return plan_run(run, place(run), loaded and loaded.dims)
+    placement = place(run)
+    dims = loaded and loaded.dims
+    run, _ = with_length_of(
+        run,
+        taken,
+        inputs.eval_rows,
+        loaded,
+        fits=lambda measured: plan_run(measured, placement, dims).fits,
+    )
+    return plan_run(run, placement, dims)

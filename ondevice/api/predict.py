@@ -46,7 +46,7 @@ LEAST_NEW_TOKENS = 64
 """Tokens that an answer may have at least."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PredictedRow:
     """The prediction for one row.
 
@@ -66,6 +66,12 @@ class PredictedRow:
     probabilities: Mapping[str, float] = field(default_factory=dict)
     reason: str | None = None
     is_cut: bool = False
+
+    def __repr__(self) -> str:
+        if self.prediction is None:
+            return f"<row {self.line}: not predicted, {self.reason}>"
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in self.probabilities.items())
+        return f"<row {self.line}: {self.prediction!r}{shares and f' of {shares}'}>"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,6 @@ from ondevice.core.capabilities import DecidesFromMemory, OwnPrecision
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods, target
-from ondevice.data.reading import as_rows
-from ondevice.data.token_rows import tokens
 from ondevice.models import read_dims
 from ondevice.models.load import artifact_tokenizer
 from ondevice.nn.adapters import has_adapter
@@ -43,7 +41,7 @@ from ondevice.training.identity import (
     with_decisions,
     with_placement,
 )
-from ondevice.training.length import with_length
+from ondevice.training.length import with_length_of
 from ondevice.training.notebook import NotebookSink, in_notebook
 from ondevice.training.progress import ProgressSink
 from ondevice.training.trained import adapter_folder
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
-    from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
     from ondevice.planning.estimate import Plan
 
@@ -197,13 +194,15 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
     notes: tuple[str, ...] = ()
     if config.data.max_length_tokens is None:
         dims = loaded and loaded.dims
-        config, notes = _with_length(
+        config, notes = with_length_of(
             config,
-            (train_rows, options.eval_rows),
+            train_rows,
+            options.eval_rows,
             loaded,
-            decided,
+            date_of(decided),
             lambda measured: plan_run(measured, placement, dims).fits,
         )
+        decided[LENGTH] = config.data.max_length_tokens
     if config.chosen:
         messages = [config.chosen, *messages]
     if loaded is not None and has_adapter(loaded.model):
@@ -293,39 +292,6 @@ def _with_precision(
     if is_open:
         decided[f"method.{own.setting}"] = getattr(config.method, own.setting)
     return config, messages
-
-
-def _with_length(
-    config: RunConfig,
-    given: tuple[PythonRows | None, PythonRows | None],
-    loaded: LoadedModel | None,
-    decided: dict[str, Any],
-    fits: Callable[[RunConfig], bool],
-) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run file with the maximum length that its rows need, and notes; the length is added to `decided`.
-
-    Args:
-        given: rows that Python holds, to train on and to evaluate on.
-    """
-    rows, held_out = given
-    when = date_of(decided)
-    notes: tuple[str, ...] = ()
-    read_held_out = None
-    if held_out is not None and not held_out.tokenized:
-        read_held_out = as_rows(held_out, config.data.task, config.data.columns)
-    if rows is None:
-        config, notes = with_length(
-            config, loaded=loaded, when=when, held_out=read_held_out, fits=fits
-        )
-    elif rows.tokenized:
-        longest = tokens(rows, None).max_length_tokens
-        data = config.data.model_copy(update={"max_length_tokens": longest})
-        config = config.model_copy(update={"data": data})
-    else:
-        read = as_rows(rows, config.data.task, config.data.columns)
-        config, notes = with_length(config, read, loaded, when, read_held_out, fits)
-    decided[LENGTH] = config.data.max_length_tokens
-    return config, notes
 
 
 def _checked(

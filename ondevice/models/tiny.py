@@ -171,7 +171,7 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
         raise missing("transformers") from None
     # transformers draws random weights, which `_fill` replaces: the caller's random numbers stay as
     # they were.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="sdpa", dtype=torch.float32
         )

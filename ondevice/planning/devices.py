@@ -244,6 +244,11 @@ class Device:
     limited: bool = False
 
     @property
+    def is_this_cpu(self) -> bool:
+        """True for the processor of this machine, which is measured."""
+        return self.listed_rates is None
+
+    @property
     def flops_s(self) -> dict[str, float]:
         """Operations a second that a step reaches, by dtype; empty if not known."""
         if self.listed_rates is None:

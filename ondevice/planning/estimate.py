@@ -15,6 +15,7 @@ from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.request import Request, StepTime, step_time
+from ondevice.planning.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -93,16 +94,17 @@ RETAINED_BYTES = 64 * MIB
 """Freed memory that glibc keeps at most (its trim threshold, once large blocks have been freed)."""
 
 BASELINE_BYTES = {
-    ("torch", "cpu"): 500 * MIB,
+    ("torch", "cpu"): 760 * MIB,
     ("torch", "cuda"): 600 * MIB,
     ("mlx", "cpu"): 150 * MIB,
     ("executorch", "python"): 420 * MIB,
     ("executorch", "app"): 150 * MIB,
 }
-"""The process before a model is loaded, measured as anonymous memory on Linux x86-64: Python with
-torch 2.13, transformers and peft; Python with MLX, transformers' tokenizers and this package;
-Python with ExecuTorch 1.4. On CUDA it is the context and the libraries' workspaces on the GPU. The
-app's is an assumption for a plain Android app."""
+"""The process before a model is loaded, measured on Linux x86-64: resident memory of Python with
+torch 2.13 and transformers, if this machine has measured none (`runtime.py`); anonymous memory of
+Python with MLX, transformers' tokenizers and this package, and of Python with ExecuTorch 1.4. On
+CUDA it is the context and the libraries' workspaces on the GPU. The app's is an assumption for a
+plain Android app."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
             place = WeightPlacement(memory.weights(dims, method, item, request.runtime), 0, 0, 0)
         baseline = BASELINE_BYTES["mlx", "cpu"]
         if request.runtime == "torch":
-            baseline = BASELINE_BYTES["torch", device.torch_device]
+            baseline = _torch_bytes(request)
         if memory.host is not None:
             host = memory.host(dims, method, rows, length, item)
             if device.torch_device == "cpu":  # host and device are one memory
@@ -391,6 +393,16 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
         host_parts=host,
         host_usable_bytes=host_usable,
     )
+
+
+def _torch_bytes(request: Request) -> int:
+    """Return the process around a model in eager PyTorch: this machine's is measured."""
+    device = request.device
+    if device.torch_device == "cpu" and device.is_this_cpu:
+        measured = runtime_of(request.method.name)
+        if measured is not None:
+            return measured.resident_bytes
+    return BASELINE_BYTES["torch", device.torch_device]
 
 
 def _in_blocks(request: Request) -> bool:

@@ -10,6 +10,7 @@ from ondevice.core.dims import ModelDims
 from ondevice.core.registry import spec_of
 from ondevice.core.target import Runtime
 from ondevice.planning.devices import Device
+from ondevice.planning.runtime import product_rate, runtime_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def step_time(request: Request, weight_bytes: int) -> StepTime:
         weight_bytes: of weights that one pass over the model reads.
     """
     device = request.device
+    dims = request.dims
     cost = spec_of(request.method).cost()(
         request.dims, request.method, request.batch_size, request.length_tokens, weight_bytes
     )
@@ -60,6 +62,11 @@ def step_time(request: Request, weight_bytes: int) -> StepTime:
         basis = "no rate of matrix products is known for this device and dtype"
         return StepTime(cost.flops, None, basis)
     compute_s = cost.flops / flops_s
+    if device.is_this_cpu and request.runtime == "torch":
+        sides = (max(dims.hidden, 1), max(dims.intermediate, 1))
+        compute_s = cost.flops / product_rate(request.batch_size * request.length_tokens, *sides)
+        if measured := runtime_of(request.method.name):
+            compute_s += measured.block_s * dims.layers
     if device.bandwidth_bytes_s is not None:
         memory_s = cost.moved_bytes / device.bandwidth_bytes_s
         if memory_s > compute_s:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from ondevice.data import length_of
 from ondevice.data.encode import dated
 from ondevice.data.examples import refuse_preferences
-from ondevice.data.reading import about, ensure_usable, open_reading
+from ondevice.data.reading import about, as_rows, ensure_usable, open_reading
 from ondevice.data.stream import first_rows
+from ondevice.data.token_rows import tokens
 from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
     from ondevice.data import Length
+    from ondevice.data.readers.objects import PythonRows
     from ondevice.data.reading import Reading
     from ondevice.data.rows import Rows
     from ondevice.models import LoadedModel
@@ -71,6 +73,33 @@ def with_length(
         length = length.shorter
         chosen = _of_length(config, length)
     return chosen, (length.note,)
+
+
+def with_length_of(
+    config: RunConfig,
+    rows: PythonRows | None,
+    held_out: PythonRows | None = None,
+    loaded: LoadedModel | None = None,
+    when: datetime | None = None,
+    fits: Callable[[RunConfig], bool] | None = None,
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return what `with_length` does, of rows that Python holds; None takes those of the run file.
+
+    Rows of token ids are not cut.
+    """
+    data = config.data
+    if data.max_length_tokens is not None:
+        return config, ()
+    if rows is not None and rows.tokenized:
+        longest = tokens(rows, None).max_length_tokens
+        settings = data.model_copy(update={"max_length_tokens": longest})
+        return config.model_copy(update={"data": settings}), ()
+    read = read_held_out = None
+    if rows is not None:
+        read = as_rows(rows, data.task, data.columns)
+    if held_out is not None and not held_out.tokenized:
+        read_held_out = as_rows(held_out, data.task, data.columns)
+    return with_length(config, read, loaded, when, read_held_out, fits)
 
 
 def _of_length(config: RunConfig, length: Length) -> RunConfig:

@@ -91,6 +91,7 @@ def _draw_evaluations(axes: Axes, history: RunHistory, colour: str, name: str) -
     figure = "loss"
     if any("accuracy" in one for one in history.evaluations):
         figure = "accuracy"
+        axes.set_ylim(-0.02, 1.02)
     points: list[tuple[Any, Any]] = [
         (one["step"], one[figure]) for one in history.evaluations if figure in one
     ]

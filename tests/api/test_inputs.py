@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import ondevice
 from ondevice.api.names import dotted
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.version import own_version
-from ondevice.training.events import Step, read_log
+from ondevice.training.events import Start, Step, read_log
 
 ROWS = [{"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]} for i in range(12)]
 FAST = {"method": "lora", "rank": 2, "batch_size": 2}
@@ -107,6 +108,28 @@ def test_a_plan_takes_what_train_takes() -> None:
     )
     assert sizes.parts == plans[1].parts
     assert not Path("runs").exists()
+
+
+def test_a_plan_has_the_length_of_the_run_if_one_row_is_very_long(monkeypatch) -> None:
+    """One row of twice the others' length is cut if memory does not suffice, in both."""
+    rows = [*ROWS * 10, {"text": "a" * 18, "label": "yes"}]
+    enough = ondevice.plan("tiny:llama", rows, **FAST)
+    assert enough.request.length_tokens > 24
+    limit = {"train.memory_limit_bytes": enough.total_bytes - (1 << 10)}
+    assert ondevice.plan("tiny:llama", rows, **FAST, **limit).request.length_tokens < 24
+    seen: list[int] = []
+    monkeypatch.setattr("ondevice.api.train.ensure_fits", lambda plan, force: None)
+    monkeypatch.setattr("ondevice.api.train.memory_limit", lambda *_: nullcontext())
+    ondevice.train("tiny:llama", rows, steps=1, sinks=[lambda e: _length(e, seen)], **FAST, **limit)
+    assert seen == [ondevice.plan("tiny:llama", rows, **FAST, **limit).request.length_tokens]
+    held_out = [{"text": "another long row " * 8, "label": "yes"}]
+    longer = ondevice.plan("tiny:llama", ROWS, eval_rows=held_out, **FAST)
+    assert longer.request.length_tokens > 100
+
+
+def _length(event: object, seen: list[int]) -> None:
+    if isinstance(event, Start):
+        seen.append(event.config["data"]["max_length_tokens"])
 
 
 def test_a_table_of_pandas_is_rows() -> None:

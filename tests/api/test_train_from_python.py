@@ -82,7 +82,7 @@ def test_a_data_set_of_hugging_face_is_rows(settings) -> None:
     ondevice.train(settings, rows=rows)
     with pytest.raises(DataError) as caught:
         ondevice.train(settings, rows=datasets.DatasetDict({"train": rows}), overwrite=True)
-    assert "give one of its splits: train" in str(caught.value)
+    assert "pass one of its splits: train" in str(caught.value)
 
 
 def test_a_model_that_is_loaded_is_trained_itself(settings) -> None:

@@ -15,11 +15,12 @@ from ondevice.core.errors import ConfigError, DoesNotFitError
 from ondevice.core.registry import method, method_config, method_names
 from ondevice.methods.step_model import backward_bytes, forward_flops
 from ondevice.models import tiny_model
-from ondevice.planning import devices
+from ondevice.planning import devices, estimate, request
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.estimate import Plan, plan, weight_bytes
 from ondevice.planning.fits import alternatives, ensure_fits, size_text
 from ondevice.planning.render import render
+from ondevice.planning.runtime import Runtime
 
 SMOLLM = ModelDims("llama", 30, 576, 1536, 9, 3, 64, 49152, True, False, 1e5, 1e-5, 8192)
 LLAMA_7B = ModelDims("llama", 32, 4096, 11008, 32, 32, 128, 32000, False, False, 1e4, 1e-5, 4096)
@@ -268,15 +269,16 @@ def test_this_cpu_is_measured_for_a_step_time_and_not_for_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(devices, "measured_rates", lambda: asked.append(True) or (1e12, 1e9))
+    monkeypatch.setattr(devices, "measured_rates", lambda: asked.append(True) or (3e12, 1e15))
+    monkeypatch.setattr(request, "product_rate", lambda *sides: 1e12)
+    for module in (estimate, request):
+        monkeypatch.setattr(module, "runtime_of", lambda method: Runtime(600 << 20, 0.01))
     planned = smollm(device=find_device("this-cpu"), memory_limit_bytes=64 << 20)
     assert not planned.fits and planned.request.device.limited and not asked
-    assert (
-        planned.step_s == pytest.approx(max(planned.flops / 1e12, sum(weight_bytes(SMOLLM)) / 1e9))
-        and asked
-    )
-    told = planned.request.device.to_dict()
-    assert told["flops_s"] == {"float32": 1e12} and told["bandwidth_bytes_s"] == 1e9
+    assert planned.parts["runtime"] == 600 << 20
+    assert planned.step_s == pytest.approx(planned.flops / 1e12 + 0.01 * SMOLLM.layers) and asked
+    shown = planned.request.device.to_dict()
+    assert shown["flops_s"] == {"float32": 3e12} and shown["bandwidth_bytes_s"] == 1e15
 
 
 def test_time_is_bound_by_bandwidth_or_by_products() -> None:

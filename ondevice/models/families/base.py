@@ -7,6 +7,7 @@ Importing this module loads neither torch nor transformers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -414,16 +415,23 @@ def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDi
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turn off transformers' progress bars and its load report, whose faults are errors here."""
-    from transformers.utils import logging
+    """Turn off transformers' progress bars and its load report, whose faults are errors here.
 
-    bars = logging.is_progress_bar_enabled()
-    level = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    The import of torchao, which transformers does, warns of its own enums; that is left out, too.
+    """
+    from transformers.utils import logging as of_transformers
+
+    bars = of_transformers.is_progress_bar_enabled()
+    level = of_transformers.get_verbosity()
+    of_transformers.disable_progress_bar()
+    of_transformers.set_verbosity_error()
+    enums = logging.getLogger("torch.utils._pytree")
+    enums_level = enums.level
+    enums.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        enums.setLevel(enums_level)
+        of_transformers.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            of_transformers.enable_progress_bar()
