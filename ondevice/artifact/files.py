@@ -219,6 +219,13 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _full(path: str | Path, error: BaseException) -> StorageError:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return StorageError(
+            f"{path} is larger than a file may be",
+            received=error.strerror,
+            hint="raise the limit (`ulimit -f`) or choose another file system; "
+            "what was there before is unharmed",
+        )
     try:
         folder = Path(path)
         while not folder.exists():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -16,12 +18,15 @@ import typer.main
 
 from ondevice.cli import common
 from ondevice.cli.common import err, print_json
+from ondevice.cli.streams import check_arguments, discard_output, open_streams
 from ondevice.core.errors import (
     INTERRUPTED_EXIT_CODE,
     ConfigError,
+    DoesNotFitError,
     MissingPackageError,
     OndeviceError,
     StorageError,
+    was_refused,
 )
 from ondevice.core.near import nearest
 from ondevice.core.registry import methods, name_methods
@@ -168,6 +173,7 @@ def run(arguments: list[str] | None = None) -> None:
     """Run the command line, and exit with a code of `ondevice.core.errors`."""
     if arguments is None:
         arguments = sys.argv[1:]
+    open_streams()
     common.command_line[:] = arguments
     # Defaults for libraries that the verbs import later; the user's own settings stay.
     if not err.is_terminal or {"-q", "--quiet"} & set(arguments):
@@ -177,7 +183,9 @@ def run(arguments: list[str] | None = None) -> None:
     # The import of torchao warns of its own enums.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
+        check_arguments(arguments)
         code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
     except OndeviceError as error:
         code = _report(error, arguments)
     except typer.Abort:
@@ -187,24 +195,40 @@ def run(arguments: list[str] | None = None) -> None:
         code = ConfigError.exit_code
     except USAGE_ERRORS as error:
         code = _report(_usage(error), arguments)
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:  # a bug keeps its traceback
-            raise
-        hint = f"pip install 'ondevice-train[{extra}]'"
-        missing = MissingPackageError(f"this needs the package '{error.name}'", hint=hint)
-        code = _report(missing, arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # In `ondevice ... | head`, Python's last flush would otherwise print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         code = 1
-    except OSError as error:
-        if error.errno not in STORAGE_ERRNOS:
+    except Exception as error:
+        known = _of_the_machine(error)
+        if known is None:  # a bug keeps its traceback
             raise
-        code = _report(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
+        code = _report(known, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_the_machine(error: Exception) -> OndeviceError | None:
+    """Return the error for a package, memory or disk that is missing; None for any other."""
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is not None:
+            hint = f"pip install 'ondevice-train[{extra}]'"
+            return MissingPackageError(f"this needs the package '{error.name}'", hint=hint)
+    if was_refused(error):
+        # Libraries that could not be loaded whole print tracebacks of their own at the exit.
+        atexit.register(os._exit, DoesNotFitError.exit_code)
+        return DoesNotFitError(
+            "the system refused this process memory",
+            received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
+            hint="raise its limit (`ulimit -v`), or use a smaller model, batch or maximum length",
+        )
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        if error.filename is None:
+            discard_output()
+        name = error.filename or "a file or standard output"
+        return StorageError(f"{name}: {error.strerror}")
+    return None
 
 
 def _usage(error: Any) -> ConfigError:
@@ -241,7 +265,9 @@ def _keys_named(name: str) -> list[str]:
 def _report(error: OndeviceError, arguments: list[str]) -> int:
     """Print an error, also as JSON with `--json`, and return its exit code."""
     name_methods(error)
-    if "--json" in arguments:  # not from the parser, which may have raised the error
-        print_json(error.to_dict())
-    err.print(f"error: {error}", markup=False, soft_wrap=True)
+    with suppress(OSError):  # the status says it, if no stream takes a word
+        if "--json" in arguments:  # not from the parser, which may have raised the error
+            print_json(error.to_dict())
+    with suppress(OSError):
+        err.print(f"error: {error}", markup=False, soft_wrap=True)
     return error.exit_code

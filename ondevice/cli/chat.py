@@ -11,7 +11,7 @@ import typer
 
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json
-from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.errors import ConfigError, DataError, OndeviceError
 
 if TYPE_CHECKING:
     from ondevice.api.trained_chat import TrainedChat
@@ -140,6 +140,8 @@ def _converse(conversation: _Conversation) -> None:
             text = input("> ")
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise DataError("standard input is not valid UTF-8") from None
         try:
             if text.startswith("/"):
                 err.print(conversation.command(text), markup=False)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ondevice.cli.streams import is_unicode
 from ondevice.core.errors import ConfigError
 
 Json = Annotated[
@@ -76,7 +77,8 @@ def resumed_command() -> str:
 
 def print_json(value: Any) -> None:
     """Print one object on one line of standard output; NaN and infinity become null."""
-    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
+    escaped = not is_unicode(sys.stdout)
+    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=escaped) + "\n")
     sys.stdout.flush()
 
 

@@ -6,9 +6,17 @@ anything but the standard library.
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
+
+_REFUSED = re.compile(
+    r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread"
+    r"|malloc of size|failed to map segment",
+    re.IGNORECASE,
+)
 
 
 class Need(Enum):
@@ -177,6 +185,15 @@ class FleetError(OndeviceError):
     """A fleet's message or log is malformed, late, or of another fleet."""
 
     exit_code = 14
+
+
+def was_refused(error: BaseException) -> bool:
+    """Return True for the error of an allocation that was refused."""
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
+        return True
+    return bool(_REFUSED.search(str(error)))
 
 
 INTERRUPTED_EXIT_CODE = 130

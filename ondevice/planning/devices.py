@@ -28,6 +28,11 @@ from ondevice.core.untrusted import read_plain
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 from ondevice.offload.config import check_rows, launched
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
@@ -42,22 +47,33 @@ class Gpu:
 
 
 def total_bytes() -> int:
-    """Return the physical memory, or this container's limit if that is less."""
+    """Return the physical memory, or the limit of this container or process if that is less."""
     import psutil
 
     limit, _ = _container()
-    return min(psutil.virtual_memory().total, limit or 1 << 62)
+    return min(psutil.virtual_memory().total, limit or 1 << 62, _own_limit())
 
 
 def available_bytes() -> int:
-    """Return the memory that a new process can take without swapping, in this container."""
+    """Return the memory that a new process can take without swapping, in this container and
+    below this process's own limit."""
     import psutil
 
-    free = psutil.virtual_memory().available
+    free = min(psutil.virtual_memory().available, _own_limit() - psutil.Process().memory_info().vms)
     limit, used = _container()
-    if limit is None:
-        return free
-    return max(0, min(free, limit - used))
+    if limit is not None:
+        free = min(free, limit - used)
+    return max(0, free)
+
+
+def _own_limit() -> int:
+    """Return the address space that this process may have (`ulimit -v`)."""
+    if resource is None:
+        return 1 << 62
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 62
+    return soft
 
 
 def cores() -> int:

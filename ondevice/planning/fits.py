@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import size_text
-from ondevice.core.errors import DoesNotFitError, OndeviceError
+from ondevice.core.errors import DoesNotFitError, OndeviceError, was_refused
 from ondevice.core.registry import methods, spec_of
 from ondevice.planning.estimate import BASELINE_BYTES, plan_request
-from ondevice.planning.limit import own_memory, was_refused
+from ondevice.planning.limit import own_memory
 from ondevice.training.metrics import status_bytes
 
 if TYPE_CHECKING:

@@ -5,18 +5,11 @@ Private writable memory counts (RLIMIT_DATA), pages of files do not. macOS and W
 
 from __future__ import annotations
 
-import errno
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ondevice.training.metrics import status_bytes
-
-_REFUSED = re.compile(
-    r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread|malloc of size",
-    re.IGNORECASE,
-)
 
 
 @contextmanager
@@ -39,12 +32,3 @@ def own_memory(limit_bytes: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def was_refused(error: BaseException) -> bool:
-    """Return True for the error of an allocation that was refused."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    ):
-        return True
-    return bool(_REFUSED.search(str(error)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import DataError
+from ondevice.core.errors import DataError, was_refused
 from ondevice.data import preview_rows
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.source import FROM_OUTSIDE
@@ -30,7 +30,7 @@ from ondevice.models import load_tokenizer, read_dims
 from ondevice.models.choice import choose_method
 from ondevice.models.load import artifact_tokenizer, dims_and_family
 from ondevice.models.sources.resolve import check_folder, check_weights
-from ondevice.planning.limit import own_memory, status_bytes, was_refused
+from ondevice.planning.limit import own_memory, status_bytes
 from ondevice.server.channel import Channel, as_error
 from ondevice.server.convert import convert
 from ondevice.server.room import plan
