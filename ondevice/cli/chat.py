@@ -12,6 +12,7 @@ import typer
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
+from ondevice.core.paths import expanded
 
 if TYPE_CHECKING:
     from ondevice.api.trained_chat import TrainedChat
@@ -126,7 +127,7 @@ class _Conversation:
         """Run a line that begins with /, and return the message for the user."""
         name, _, rest = line[1:].partition(" ")
         if name == "adapter":
-            self.trained.use(Path(rest.strip()).expanduser() if rest.strip() else None)
+            self.trained.use(expanded(rest.strip()) if rest.strip() else None)
         elif name != "new":
             return HELP
         self.messages = list(self.first)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ondevice.cli.streams import is_unicode
 from ondevice.core.errors import ConfigError
+from ondevice.core.table import Table
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
@@ -126,6 +126,8 @@ def table(values: dict[str, Any], title: str = "") -> None:
     grid = Table(
         title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False
     )
+    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, value in values.items():
         if value is not None:
             text = f"{value:.4g}" if isinstance(value, float) else escape(str(value))

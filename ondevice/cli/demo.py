@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, out, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, MissingPackageError, ModelError
+from ondevice.core.table import Table
 from ondevice.training.progress import ProgressSink, RowProgress
 
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, print_json, table
 from ondevice.core.errors import ConfigError
+from ondevice.core.table import Table
 
 app = typer.Typer(
     help="List, show, compare, plot or remove the runs on this disk.", no_args_is_help=True

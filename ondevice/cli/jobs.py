@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ondevice.cli import common, submit
 from ondevice.cli.adapters import To, WeightsDtype
 from ondevice.cli.common import err, out, print_json, show
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
+from ondevice.core.table import Table
 from ondevice.training import events
 from ondevice.training.progress import ProgressSink
 

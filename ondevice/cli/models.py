@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ondevice.cli import common
 from ondevice.cli.common import out, print_json, show
 from ondevice.core.capabilities import AnyDecoder
 from ondevice.core.config import size_text
 from ondevice.core.registry import methods
+from ondevice.core.table import Table
 from ondevice.models import family_classes
 from ondevice.models.registry import decoder_types
 from ondevice.models.sources.cache import cache_root
@@ -74,7 +74,7 @@ def _print_stored(stored: list[Any]) -> None:
         return
     table = Table(title="in the caches", title_justify="left", show_footer=True)
     for heading in ("model", "kind", "type"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     table.add_column(
         "size", justify="right", footer=size_text(sum(model.bytes for model in stored))
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.session import IGNORE
+from ondevice.core.table import Table
 from ondevice.data.batching import round_up
 from ondevice.data.encode import Encoder
 from ondevice.data.examples import Example, Item, Report, refuse_unread, unknown_token
@@ -311,7 +312,6 @@ def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
 
 
 def _facts(view: Preview) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
     length = view.max_length_tokens
@@ -382,7 +382,6 @@ def _printable(text: str) -> str:
 
 
 def _problems(problems: tuple[RowProblem, ...]) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"rows left out: {len(problems)}", title_justify="left")

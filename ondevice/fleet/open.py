@@ -48,7 +48,8 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     if config.data.max_length_tokens is None:
         with_tokens, _ = with_length(config, when=config.fleet.date)
         config = config.model_copy(update={"data": with_tokens.data})
-    assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
+    length = config.data.max_length_tokens
+    assert length is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
     config = without_date(config, loaded.tokenizer)
     decided = {}
@@ -57,7 +58,7 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     rows = read_rows_of(
         config.data,
         loaded.tokenizer,
-        config.data.max_length_tokens,
+        length,
         config.train.seed,
         options=Options(decided=decided),
         vocabulary=vocabulary_of(loaded),

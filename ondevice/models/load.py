@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
+from ondevice.core.paths import expanded
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.any_dims import AnyDims
 from ondevice.models.families.base import (
@@ -271,7 +272,7 @@ def check_model(source: str, revision: str | None = None) -> None:
         ModelError: as `read_dims`.
     """
     if source.endswith(".gguf"):
-        read_gguf_dims(Path(source).expanduser())
+        read_gguf_dims(expanded(source))
     elif not source.startswith(TINY_PREFIX):
         config, where = sources.config_of(source, revision)
         family_for(config.get("model_type"), where)
@@ -282,7 +283,7 @@ def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[
     if source.startswith(TINY_PREFIX):
         return tiny_dims(source.removeprefix(TINY_PREFIX))
     if source.endswith(".gguf"):
-        return read_gguf_dims(Path(source).expanduser())
+        return read_gguf_dims(expanded(source))
     config, where = sources.config_of(source, revision)
     family = classifier_for(config) or family_for(config.get("model_type"), where)
     try:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import size_text
+from ondevice.core.table import Table
 from ondevice.planning.fits import alternatives
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ MEANING = {
 def render(plan: Plan) -> RenderableType:
     """Render a plan: parts, total, the device's memory, the verdict, and changes that would help."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     request = plan.request
@@ -117,12 +117,11 @@ def render(plan: Plan) -> RenderableType:
 def render_checks(checks: Sequence[Check]) -> RenderableType:
     """Render every check with its mark, and below the table the fixes of those that fail."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     table = Table(title="doctor", title_justify="left")
     for heading in ("", "check", "found", "s"):
-        table.add_column(heading, justify="right" if heading == "s" else "left")
+        table.add_column(heading, justify="right" if heading == "s" else "left", overflow="fold")
     lines: list[RenderableType] = [table]
     for check in checks:
         mark, style, text_style = "–", "dim", "dim"

@@ -8,17 +8,23 @@ Elsewhere the supervisor measures the memory several times a second and ends the
 
 from __future__ import annotations
 
+import errno
 import logging
 import logging.handlers
 import os
 import re
 import shutil
 import socket
+import sqlite3
+import sys
+import time
 from pathlib import Path
 
 LOG_BYTES = 2 << 20
 LOG_FILES = 5
 WORKER_LOG_BYTES = 4 << 20
+SILENT_S = 300.0
+"""Seconds in which the same error of a full disk is written once."""
 _SECRET = re.compile(
     r"odt_[A-Za-z0-9]+_[A-Za-z0-9_-]+|ods_[A-Za-z0-9]+_[A-Za-z0-9_-]+|(?i:bearer)\s+\S+"
 )
@@ -35,17 +41,82 @@ class Redact(logging.Filter):
         return True
 
 
+class CountFullDisk(logging.Filter):
+    """Writes an error of a full disk in one line without a traceback, and the same one again only
+    after a while, with the times that it was seen: threads that try again would fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        shown = getattr(record, "shown", None)  # by the handler before
+        if shown is None:
+            shown = self._is_shown(record)
+            record.shown = shown
+        return shown
+
+    def _is_shown(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or not is_full(error):
+            return True
+        key = (record.name, str(record.msg))
+        since_s, count = self._seen.get(key, (-SILENT_S, 0))
+        now = time.monotonic()
+        if now - since_s < SILENT_S:
+            self._seen[key] = (since_s, count + 1)
+            return False
+        self._seen[key] = (now, 0)
+        again = f" ({count} times more since)" if count else ""
+        first = str(error).splitlines()[0]
+        record.msg = f"{record.getMessage()}: {first}{again}"
+        record.args = None
+        record.exc_info = None
+        record.exc_text = None  # another handler may have formatted it
+        return True
+
+
+def is_full(error: BaseException) -> bool:
+    """Return True for an error of a full disk, in Python or in SQLite."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, sqlite3.Error) and error.sqlite_errorname == "SQLITE_FULL"
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """The daemon's log. On a full disk lines are lost, and their number is written later."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
+        self.lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self.lost
+        super().emit(record)
+        if self.lost == before and before:
+            self.lost = 0
+            text = "%d lines are missing here: the disk was full"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (before,), None))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is None or not is_full(error):
+            super().handleError(record)
+            return
+        self.lost += 1
+
+
 def start_log(folder: Path) -> logging.handlers.RotatingFileHandler:
     """Write the daemon's log to `folder`/ondevice.log, about ten megabytes, and to stderr."""
     layout = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler = logging.handlers.RotatingFileHandler(
-        folder / "ondevice.log", maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
-    )
+    handler = LogFile(folder / "ondevice.log")
     console = logging.StreamHandler()
+    counted = CountFullDisk()
     root = logging.getLogger()
     for output in (handler, console):
         output.setFormatter(layout)
         output.addFilter(Redact())
+        output.addFilter(counted)
         root.addHandler(output)
     root.setLevel(logging.INFO)
     return handler

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
+from ondevice.core.paths import expanded
 from ondevice.server.clock import StoreClock
 from ondevice.server.reserve import NAME as RESERVE
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
@@ -131,9 +132,9 @@ def default_store() -> Path:
     """Return `$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
     for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
         if folders := os.environ.get(name):
-            return Path(folders.split(":")[0]).expanduser()
+            return expanded(folders.split(":")[0])
     base = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
-    return base.expanduser() / "ondevice"
+    return expanded(base, hint="set HOME, or name a folder with --store") / "ondevice"
 
 
 class MissingError(ConfigError):
@@ -159,7 +160,7 @@ class Store:
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).expanduser().absolute()
+        self.root = expanded(root).absolute()
         self._local = threading.local()
         self._connections: dict[threading.Thread, sqlite3.Connection] = {}
         self._connecting = threading.Lock()

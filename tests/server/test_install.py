@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -498,3 +499,53 @@ def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
         assert helper._process is None
     finally:
         helper.close()
+
+
+def test_a_full_disk_is_one_line_in_the_log_with_its_count(tmp_path, monkeypatch) -> None:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    log = logging.getLogger("a thread")
+    seconds = 1000.0
+    monkeypatch.setattr(service.time, "monotonic", lambda: seconds)
+
+    def fail(error: Exception) -> None:
+        try:
+            raise error
+        except Exception:
+            log.exception("housekeeping failed; trying again")
+
+    try:
+        service.start_log(tmp_path)
+        for _ in range(100):
+            fail(OSError(errno.ENOSPC, "No space left on device"))
+        seconds += service.SILENT_S
+        fail(OSError(errno.ENOSPC, "No space left on device"))
+        fail(ValueError("a bug"))
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in before]:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(level)
+    text = (tmp_path / "ondevice.log").read_text()
+    assert text.count("No space left") == 2 and "(99 times more since)" in text
+    assert text.count("Traceback") == 1 and "ValueError: a bug" in text
+
+
+def test_lines_that_a_full_disk_took_are_counted_in_the_log(tmp_path, capsys) -> None:
+    log = service.LogFile(tmp_path / "ondevice.log")
+    record = logging.LogRecord("x", logging.INFO, "", 0, "a line", (), None)
+    log.emit(record)
+    log.maxBytes = 0  # no rotation, whose file is another
+    stream = log.stream
+    with open("/dev/full", "w") as log.stream:
+        for _ in range(3):
+            log.emit(record)
+    log.stream = stream
+    log.emit(record)
+    log.close()
+    assert (tmp_path / "ondevice.log").read_text().splitlines() == [
+        "a line",
+        "a line",
+        "3 lines are missing here: the disk was full",
+    ]
+    assert "Traceback" not in capsys.readouterr().err

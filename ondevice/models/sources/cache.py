@@ -16,6 +16,7 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
 from ondevice.core.errors import MissingPackageError, ModelError, StorageError
+from ondevice.core.paths import expanded
 from ondevice.core.untrusted import inside, read_json
 
 RECORD_NAME = "ondevice-model.json"
@@ -45,9 +46,9 @@ class Record:
 def cache_root() -> Path:
     """Return the cache's folder; it is not created."""
     if own := os.environ.get("ONDEVICE_CACHE"):
-        return Path(own).expanduser()
+        return expanded(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or "~/.cache").expanduser() / "ondevice"
+    return expanded(base or "~/.cache", hint="set HOME or ONDEVICE_CACHE") / "ondevice"
 
 
 def find(key: str) -> Path | None:

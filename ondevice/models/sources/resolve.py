@@ -15,6 +15,7 @@ from typing import Any
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
+from ondevice.core.paths import expanded
 from ondevice.core.untrusted import Refused, inside, read_header, read_json, read_object
 from ondevice.models.sources import cache, hub
 from ondevice.models.sources.gguf import convert_gguf
@@ -137,7 +138,7 @@ def find_cached(source: str) -> Path | None:
     if source.startswith(PACKAGE_PREFIX):
         return find_package(source.removeprefix(PACKAGE_PREFIX))
     if source.endswith(".gguf"):
-        path = Path(source).expanduser()
+        path = expanded(source)
         if path.is_file():
             return cache.find(_gguf_key(path))
         return None
@@ -156,7 +157,7 @@ def local_folder(source: str) -> Path | None:
     Raises:
         ModelError: it is a path to a missing folder, or to a file of another kind.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         return path
     if path.is_file():
@@ -266,7 +267,7 @@ def _converted(source: str) -> Path | None:
         return resolve_package(source.removeprefix(PACKAGE_PREFIX))
     if not source.endswith(".gguf"):
         return None
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.is_file():
         raise ModelError(f"{source} does not exist", expected="a .gguf file")
     return cache.convert_once(_gguf_key(path), str(path), lambda folder: convert_gguf(path, folder))
