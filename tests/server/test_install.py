@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import queue
@@ -531,15 +532,22 @@ def test_a_full_disk_is_one_line_in_the_log_with_its_count(tmp_path, monkeypatch
     assert text.count("Traceback") == 1 and "ValueError: a bug" in text
 
 
+class FullDisk(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_lines_that_a_full_disk_took_are_counted_in_the_log(tmp_path, capsys) -> None:
     log = service.LogFile(tmp_path / "ondevice.log")
     record = logging.LogRecord("x", logging.INFO, "", 0, "a line", (), None)
     log.emit(record)
     log.maxBytes = 0  # no rotation, whose file is another
     stream = log.stream
-    with open("/dev/full", "w") as log.stream:
-        for _ in range(3):
-            log.emit(record)
+    log.stream = FullDisk()  # type: ignore[assignment]
+    for _ in range(3):
+        log.emit(record)
     log.stream = stream
     log.emit(record)
     log.close()
