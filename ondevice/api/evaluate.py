@@ -53,21 +53,18 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter.
 
-    An adapter or a model that records its task is evaluated with it. Question answering is scored
-    by the F1 of generated answers, which an artifact's program does not make.
+    A recorded task is followed. Question answering is scored by the F1 of generated answers, which
+    an artifact's program does not make.
 
     Args:
-        source: a model's source, a model in memory, a run, an adapter or an artifact.
-        rows: a file's path; or dictionaries or texts, a `datasets.Dataset` or a DataFrame.
-        task: a task's name or a template's path, in place of the recorded task.
-        adapter: a run or an adapter, for a model or an artifact. A model in memory computes with it
-            here in place of its own, and is left as it was.
-        tokenizer: of a model of transformers; by default the one of the model's `name_or_path`.
-        most_rows: evaluate only the first so many.
-        columns: {field: column}; renames those of the recorded task.
-        max_length_tokens: cut rows to so many tokens; by default as the training did, or not below
-            what the model takes.
-        revision, dtype, device: of a model that is loaded.
+        source: a model or its source, a run, an adapter or an artifact.
+        rows, tokenizer: as for `train`.
+        task: in place of the recorded one.
+        adapter: a run or an adapter; a model in memory is left as it was.
+        most_rows: only the first so many.
+        columns: {field: column}.
+        max_length_tokens: by default the training's, or what the model takes.
+        revision, dtype, device: as for `load_model`.
         strict_columns: refuse rows with a column that nothing reads.
         predictions: a file to write, a JSON line for each row.
 

@@ -112,10 +112,8 @@ def read_inputs(
             )
         values["train.out"] = new_folder(str(values["model.source"]))
     dims = loaded.dims if loaded else None
-    if base is None and file is None:
-        config = RunConfig.of_settings(values, dims)
-    elif base is None:
-        config = RunConfig.load(file, values, dims)
+    if base is None:
+        config = RunConfig.load(file, values, dims, "settings")
     elif values:
         config = base.with_settings(values, dims)
     else:

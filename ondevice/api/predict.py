@@ -341,13 +341,10 @@ def predict(
     """Predict rows, which need no labels, as the training asked for them.
 
     Args:
-        source: a run, an adapter, a model's folder, an artifact, or a model in memory that was
-            trained here.
-        rows: a file's path; or dictionaries or texts, a `datasets.Dataset` or a DataFrame.
-        model: the base model of an adapter, or its source; by default the one that it names.
-        adapter: a run or an adapter, for a model or an artifact. A model in memory computes with it
-            here in place of its own, and is left as it was.
-        tokenizer: of a model of transformers; by default the one of the model's `name_or_path`.
+        source: a run, an adapter, a model or its folder, or an artifact.
+        rows, tokenizer: as for `train`.
+        model: the base model of an adapter, by default the one that it names.
+        adapter: a run or an adapter; a model in memory is left as it was.
         task: only for what has no record of its task: a task's name or a template's path.
         columns: {field: column}, if the columns are not named as in the training.
         max_new_tokens: most tokens of a generated answer.

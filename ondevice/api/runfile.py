@@ -59,6 +59,7 @@ class RunConfig(StrictConfig):
         path: Path | None = None,
         overrides: dict[str, Any] | None = None,
         dims: ModelDims | None = None,
+        where: str = "flags",
     ) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped, `NULL` is null) on top.
 
@@ -66,17 +67,13 @@ class RunConfig(StrictConfig):
             path: of a YAML file, or the name of a preset (`presets`).
             overrides: values by dotted key.
             dims: of a model that is loaded, for the choice of a method.
+            where: what the overrides are, for messages.
 
         Raises:
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
-        return cls._with(values, overrides, str(path or "flags"), dims)
-
-    @classmethod
-    def of_settings(cls, settings: dict[str, Any], dims: ModelDims | None = None) -> Self:
-        """Return a run of settings by dotted key; raises ConfigError as `load` does."""
-        return cls._with({}, settings, "settings", dims)
+        return cls._with(values, overrides, str(path or where), dims)
 
     def with_settings(self, overrides: dict[str, Any], dims: ModelDims | None = None) -> Self:
         """Return the run with other settings, by dotted key; raises ConfigError as `load` does."""

@@ -25,7 +25,7 @@ FIGURES = (
 class Trained:
     """A finished or interrupted run and its files.
 
-    It stands for its folder: `ondevice.predict(run, rows)`, `ondevice.evaluate(run, rows)`.
+    It stands for its folder: `ondevice.predict(run, rows)`.
 
     Attributes:
         result: losses, times, memory, evaluation.
