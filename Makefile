@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast test-npu test-mlx test-processors apk android-test fleet-test browser lint format docs site bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast test-npu test-mlx test-processors apk android-test fleet-test clients-test browser lint format docs site bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -65,8 +65,13 @@ android-test: model
 
 ## make fleet-test  a fleet of three devices over Flower, in an environment with Flower on top of .venv's packages
 fleet-test: setup
-	@.ci/fleet
+	@.ci/on-top fleet
 	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet tests/server/test_fleets.py -m flower $(ARGS)
+
+## make clients-test  LiteLLM, llm and lm-eval ask the daemon, in an environment with them on top of .venv's packages
+clients-test: setup
+	@.ci/on-top clients
+	@CI=true PYTHONPATH="$(CURDIR)" build/clients-venv/bin/python -m pytest tests/server/test_openai_clients.py $(ARGS)
 
 ## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
 browser:

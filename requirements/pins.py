@@ -1,4 +1,4 @@
-"""Write requirements/dev.txt and requirements/fleet.txt: every package, its version and its hashes.
+"""Write requirements/dev.txt, fleet.txt and clients.txt: every package, its version and its hashes.
 
     python requirements/pins.py             the versions that this environment has (`make pins`)
     python requirements/pins.py --newest    the newest versions that pyproject.toml allows
@@ -64,7 +64,7 @@ def development(preferred: str) -> str:
 
 
 def fleet(preferred: str) -> str:
-    """Return the pins of what `.ci/fleet` installs on top: Flower pins some packages lower."""
+    """Return the pins of what `.ci/on-top fleet` installs: Flower pins some packages lower."""
     extras = ("fleet", "fleet-privacy", "fleet-qr")
     words = [word for extra in extras for word in ("--extra", extra)]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,12 +73,26 @@ def fleet(preferred: str) -> str:
         return compiled(["pyproject.toml", str(engine)], preferred, *words)
 
 
+def clients(preferred: str, dev: str) -> str:
+    """Return the pins of what `.ci/on-top clients` installs: those that `dev` does not have alike."""
+    pins = compiled(["pyproject.toml"], preferred, "--extra", "clients", "--extra", "dev")
+    same = {entry.split()[0] for entry in entries(dev)}
+    return "".join(entry for entry in entries(pins) if entry.split()[0] not in same)
+
+
+def entries(pins: str) -> list[str]:
+    """Return the packages of pins, each with its hashes."""
+    return re.findall(r"^\S.*\n(?:[ ].*\n)*", pins, re.MULTILINE)
+
+
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     preferred = ""
     if "--newest" not in sys.argv[1:]:
         preferred = "".join(f"{name}=={version}\n" for name, version in present().items())
-    for name, pins in (("dev", development(preferred)), ("fleet", fleet(preferred))):
+    dev = development(preferred)
+    own = clients(preferred, dev)
+    for name, pins in (("dev", dev), ("fleet", fleet(preferred)), ("clients", own)):
         (ROOT / f"requirements/{name}.txt").write_text(HEADER.format(name) + pins)
 
 
