@@ -1,6 +1,7 @@
 """Other programs' clients of OpenAI's API, as their users call them: LiteLLM, llm and lm-eval.
 
-`make clients-test` installs them and runs these tests. lm-eval scores the labels of rows over HTTP, and must find what `ondevice eval` finds, row by row.
+`make clients-test` installs them and runs these tests. lm-eval scores the labels of rows over HTTP,
+and must find what `ondevice eval` finds, row by row.
 """
 
 from __future__ import annotations
