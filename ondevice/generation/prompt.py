@@ -31,12 +31,13 @@ def prompt_ids(
 
     Raises:
         ModelError: messages for a model without a chat template.
-        ConfigError: the prompt is empty, or a text of the messages cannot be encoded.
+        ConfigError: the prompt is empty, or a text of it cannot be encoded.
     """
     ids: Sequence[int]
     if isinstance(prompt, tuple):
         ids = prompt
     elif isinstance(prompt, str):
+        _check_unicode(prompt)
         ids = tokenizer(prompt)["input_ids"]
     elif not tokenizer.chat_template:
         raise ModelError(
@@ -48,12 +49,24 @@ def prompt_ids(
         try:
             turns = literal.hide(tokenizer, prompt)
             text = apply_template(tokenizer, turns, add_generation_prompt=True)
+            _check_unicode(text)
             ids = literal.encode(tokenizer, text).ids
         except BadRow as error:
             raise ConfigError("messages", received=error.reason) from None
     if not ids:
         raise ConfigError("the prompt is empty", expected="at least one token")
     return ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            "a text holds half a surrogate pair",
+            expected="whole characters: JSON writes those beyond U+FFFF as two \\u escapes",
+            received=ascii(text[max(0, error.start - 10) : error.end + 10]),
+        ) from None
 
 
 def model_end_tokens(loaded: LoadedModel) -> frozenset[int]:
