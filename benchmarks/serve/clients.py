@@ -83,7 +83,7 @@ async def request(
     if receive_bytes is not None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     await asyncio.get_running_loop().sock_connect(own, (place.hostname, place.port))
-    reader, writer = await asyncio.open_connection(sock=own)
+    reader, writer = await asyncio.open_connection(sock=own, limit=1 << 24)
     content = b""
     if body is not None:
         content = json.dumps(body).encode()

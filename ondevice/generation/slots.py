@@ -25,8 +25,9 @@ from ondevice.models.families.base import ROPE_TYPES
 ATTENTION = "ondevice_slots"
 GROWTH_TOKENS = 256
 PADDED_ROWS = 8
-"""Rows of a pass on a GPU, so that a text has the same bits in any company; a pass of one row takes
-as long there."""
+PADDED_DEVICES = ("cuda",)
+"""Where every pass has so many rows, so that a text has the same bits in any company; a pass of one
+row takes as long there."""
 
 
 def can_share(loaded: LoadedModel) -> bool:
@@ -46,41 +47,49 @@ class Slots(Cache):
         super().__init__(layers=[DynamicLayer() for _ in range(layers)])
         self.lengths: list[int] = []
         """Tokens in each slot."""
-        self._places: list[int] = []
-        self._masks: dict[int, Tensor | None] = {}
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        """Of each layer, [slots, heads, places, width]."""
         self._windows = [0] * layers
+        self._room = 0
+        """Places of each slot."""
+        self._masks: dict[int, Tensor] = {}
+        self._next: tuple[Tensor, Tensor] | None = None
+        """Of the pass that is computed now: slots, and their places for the token."""
 
     def add(self, cache: Cache) -> None:
         """Add the cache of one text as the last slot."""
         length = cache.get_seq_length()
-        self._make_room(max([length + 1, *self.lengths]))
+        self._make_room(length + 1)
+        keys, values = [], []
+        for number, layer in enumerate(cache.layers):
+            own: Any = layer
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                self._windows[number] = layer.sliding_window
+            keys.append(self._slot(own.keys, length))
+            values.append(self._slot(own.values, length))
+        if self.lengths:
+            keys = [torch.cat(pair) for pair in zip(self._keys, keys, strict=True)]
+            values = [torch.cat(pair) for pair in zip(self._values, values, strict=True)]
+        self._keys, self._values = keys, values
         self.lengths.append(length)
-        for number, (own, other) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            if isinstance(other, DynamicSlidingWindowLayer):
-                self._windows[number] = other.sliding_window
-            for name in ("keys", "values"):
-                new = getattr(other, name)
-                slot = new.new_zeros(1, new.shape[1], self._room, new.shape[3])
-                # A layer with a window has kept only the last tokens.
-                slot[:, :, length - new.shape[2] : length] = new
-                old = getattr(own, name)
-                setattr(own, name, slot if old is None else torch.cat([old, slot]))
 
     def remove(self, index: int) -> None:
-        """Remove a slot; those after it move up."""
+        """Remove a slot; those after it move up, and all become as short as they can."""
+        stay = [number for number in range(len(self.lengths)) if number != index]
         del self.lengths[index]
-        stay = [number for number in range(len(self.lengths) + 1) if number != index]
-        for layer in self.layers:
-            layer.keys = layer.keys[stay]
-            layer.values = layer.values[stay]
+        self._room = min(self._room, _room_for(max(self.lengths, default=0) + 1))
+        self._keys = [keys[stay, :, : self._room] for keys in self._keys]
+        self._values = [values[stay, :, : self._room] for values in self._values]
 
     @contextmanager
     def passing(self, config: Any, device: Any) -> Iterator[None]:
         """Let the model's attention use the slots for one pass, which adds a token to each."""
         global _slots
         self._make_room(max(self.lengths) + 1)
-        self._places = [*self.lengths]
-        self._masks = self._masks_of(device)
+        places = torch.tensor(self.lengths, device=device)
+        self._next = (torch.arange(len(places), device=device), places)
+        self._masks = self._masks_of(places)
         before = config._attn_implementation
         config._attn_implementation = ATTENTION
         _slots = self
@@ -95,49 +104,53 @@ class Slots(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Add a token's keys and values to each slot; return all slots' of the layer."""
-        layer: Any = self.layers[layer_idx]
-        rows = range(len(self._places))
-        layer.keys[rows, :, self._places] = key_states[: len(rows), :, 0]
-        layer.values[rows, :, self._places] = value_states[: len(rows), :, 0]
-        return layer.keys, layer.values
+        assert self._next is not None  # noqa: S101  `passing` set it
+        slots, places = self._next
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[slots, :, places] = key_states[: len(slots), :, 0]
+        values[slots, :, places] = value_states[: len(slots), :, 0]
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of the longest slot."""
         return max(self.lengths, default=0)
 
-    def mask(self, layer: int) -> Tensor | None:
+    def mask(self, layer: int) -> Tensor:
         """Return the places that each row's query sees in a layer, [rows, 1, 1, places]."""
         return self._masks[self._windows[layer]]
 
-    @property
-    def _room(self) -> int:
-        keys = self.layers[0].keys
-        if keys is None:
-            return self._first_room
-        return keys.shape[2]
+    def _slot(self, states: Tensor, length: int) -> Tensor:
+        """Return one text's keys or values in a slot; a layer with a window has only the last."""
+        slot = states.new_zeros(1, states.shape[1], self._room, states.shape[3])
+        slot[:, :, length - states.shape[2] : length] = states
+        return slot
 
     def _make_room(self, tokens: int) -> None:
         """Lengthen all slots if need be."""
-        wanted = -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS
-        self._first_room = wanted
-        for layer in self.layers:
-            if layer.keys is not None and layer.keys.shape[2] < wanted:
-                more = (0, 0, 0, wanted - layer.keys.shape[2])
-                layer.keys = torch.nn.functional.pad(layer.keys, more)
-                layer.values = torch.nn.functional.pad(layer.values, more)
+        if tokens <= self._room:
+            return
+        room = _room_for(tokens)
+        more = (0, 0, 0, room - self._room)
+        self._keys = [torch.nn.functional.pad(keys, more) for keys in self._keys]
+        self._values = [torch.nn.functional.pad(values, more) for values in self._values]
+        self._room = room
 
-    def _masks_of(self, device: Any) -> dict[int, Tensor | None]:
-        """Build the mask for each window of a layer."""
-        places = torch.arange(self._room, device=device)
-        last = torch.tensor(self._places, device=device)[:, None]
+    def _masks_of(self, last: Tensor) -> dict[int, Tensor]:
+        """Build the mask for each window of a layer; queries are at the places `last`."""
+        places = torch.arange(self._room, device=last.device)
+        last = last[:, None]
         seen = places <= last
-        masks: dict[int, Tensor | None] = {}
+        masks = {}
         for window in {*self._windows}:
             near = seen
             if window:
                 near = seen & (places > last - window)
             masks[window] = near[:, None, None, :]
         return masks
+
+
+def _room_for(tokens: int) -> int:
+    return -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS
 
 
 _slots: Slots | None = None
@@ -165,7 +178,7 @@ def share_pass(loaded: LoadedModel, slots: Slots, ids: Sequence[int]) -> Tensor:
     model: Any = loaded.model
     device = loaded.family.head_weight.device
     padding = 0
-    if device.type == "cuda":
+    if device.type in PADDED_DEVICES:
         padding = -len(ids) % PADDED_ROWS
     tokens = torch.tensor([*ids, *[0] * padding], device=device)[:, None]
     positions = torch.tensor([*slots.lengths, *[0] * padding], device=device)[:, None]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ondevice.generation import slots
 from ondevice.generation.batch import Batch, Row
 from ondevice.generation.generator import generator_of
 from ondevice.generation.sample import Sampler, Sampling
@@ -62,6 +63,32 @@ def test_texts_that_share_passes_are_those_of_each_alone(family: str) -> None:
     run(batch)
     for number, row in enumerate(texts):
         assert row.drawn == alone(loaded, number), number
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_in_passes_of_one_size_a_text_has_the_same_bits_in_any_company(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where every pass is filled up to one size."""
+    monkeypatch.setattr(slots, "PADDED_DEVICES", ("cpu",))
+    loaded = load_model(f"tiny:{family}")
+
+    def probabilities(texts: list[Row]) -> list[list[float | None]]:
+        batch = Batch(loaded)
+        found: dict[int, list[float | None]] = {id(row): [] for row in texts}
+        waiting = [*texts]
+        while waiting or len(batch):
+            if waiting:
+                batch.add(waiting.pop(0))
+            for step in batch.step():
+                if step.token is not None:
+                    found[id(step.row)].append(step.token.log_probability)
+        return [*found.values()]
+
+    together = probabilities(rows())
+    for number, row in enumerate(rows()):
+        (own,) = probabilities([row])
+        assert own == together[number], number
 
 
 def test_a_model_of_no_known_family_goes_on_row_by_row(tmp_path: Path) -> None:
