@@ -17,7 +17,7 @@ from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.manifest import Counter, Manifest, ModelInfo, ProgramSpec, Share, StateTensor
-from ondevice.core.registry import methods, spec_of
+from ondevice.core.registry import spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
 from ondevice.core.version import own_version
@@ -151,8 +151,7 @@ class Exporter(ABC):
 
     def no_program(self, method: Any) -> str:
         """Return the reason why a method without a step for this kind of target is refused."""
-        known = " or ".join(spec.name for spec in methods() if self.spec.kind in spec.programs)
-        return f"method {method.name} does not export to {self.spec.name}: use --method {known}"
+        return f"method {method.name} does not export to {self.spec.name}"
 
 
 def check_free(out: Path, overwrite: bool) -> None:

@@ -89,7 +89,7 @@ class AndroidNpu(ExecutorchTarget):
         try:
             check_traits(dims, "a program for the NPU", length_tokens=max(config.lengths_tokens))
         except ModelError as error:
-            problems.append(str(error))
+            problems.append(error.reason)
         return problems
 
     def lower(

@@ -78,7 +78,7 @@ class AppleMlx(Exporter):
                 program.problems(files, job.method)
             return problems + size_problems(job, files.dims)
         except OndeviceError as error:
-            return [*problems, str(error)]
+            return [*problems, error.reason]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
         """Record, export, write, check through the imported functions; see `Exporter.export`."""

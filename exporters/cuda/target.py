@@ -75,7 +75,7 @@ class Cuda(Exporter):
             dims = read_dims(job.model.source, job.model.revision)
             return problems + _sizes(job, dims)
         except OndeviceError as error:
-            return [*problems, str(error)]
+            return [*problems, error.reason]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
         """Pack, write, and check against the rounded weights in plain layers; see

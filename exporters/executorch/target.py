@@ -92,7 +92,7 @@ class ExecutorchTarget(Exporter):
         try:
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
-            return [*problems, str(error)]
+            return [*problems, error.reason]
         if dims.experts and not dims.whole:
             return [
                 *problems,
@@ -107,7 +107,7 @@ class ExecutorchTarget(Exporter):
                 dims.linear_shape(job.method.target_modules[0])  # refuses, in the family's words
             dims.adapted(job.method)
         except OndeviceError as error:
-            problems.append(str(error))
+            problems.append(error.reason)
         problems += program.problems(job.method, job.export, dims)
         if context := job.export.packed_context:
             from ondevice.exporters.executorch import answer_model

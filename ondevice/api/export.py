@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.runfile import RunConfig, read_yaml
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import ConfigError
-from ondevice.core.registry import spec_of, target
+from ondevice.core.config import ExportConfig
+from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.registry import method, method_config, methods, spec_of, target, targets
 from ondevice.data import encode, read_dataset
 from ondevice.data.examples import refuse_preferences
 from ondevice.data.stream import first_rows
@@ -22,27 +24,31 @@ from ondevice.planning.fits import ensure_fits
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.target import TargetSpec
     from ondevice.data.examples import Dataset
     from ondevice.data.tasks.trained import TrainedTask
+
+MOST_WAYS = 3
+"""Exports that a refusal recommends."""
 
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
     """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target."""
     spec = target(config.export.target)
     sections = [config.export]
-    method = config.method
-    if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
-        if "perturbation_scale" not in method.model_fields_set:
-            method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
+    settings = config.method
+    if spec.perturbation_scale is not None and "perturbation_scale" in type(settings).model_fields:
+        if "perturbation_scale" not in settings.model_fields_set:
+            settings = settings.model_copy(update={"perturbation_scale": spec.perturbation_scale})
     if (
         spec.kind == "torch"
     ):  # it trains as eager PyTorch does, with the same choices if a setting is `auto`
-        method = spec_of(method).for_training(method)
+        settings = spec_of(settings).for_training(settings)
     tokenizer, dataset = _rows(config)
     rows = dataset if _begins_from_rows(config) else None
     trained = _trained(config, tokenizer, dataset)
-    if not getattr(method, "answers", ()):
-        method = method.with_answers(lambda: _answers(config, rows))
+    if not getattr(settings, "answers", ()):
+        settings = settings.with_answers(lambda: _answers(config, rows))
     if socs := spec.socs:
         chosen = (
             list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
@@ -51,7 +57,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     return [
         ExportJob(
             model=config.model,
-            method=method,
+            method=settings,
             export=section,
             seed=config.train.seed,
             # The manifest names tasks that every host knows; a template of one's own is in the record.
@@ -114,6 +120,53 @@ def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], 
     return label_tokens_of_task(config.data.task, tokenizer)
 
 
+def problems_of(jobs: list[ExportJob]) -> list[str]:
+    """Return what stands against exports, each reason once."""
+    found = [problem for job in jobs for problem in target(job.export.target).check(job)]
+    return list(dict.fromkeys(found))
+
+
+def refusal(job: ExportJob, problems: list[str]) -> ConfigError:
+    """Build the error of an export that is refused; its hint is an export that is not, with defaults."""
+    hint = "`ondevice train` trains this model on this machine"
+    if _can(job, target(job.export.target), job.method.name):
+        hint = "leave out the settings that are named, or change them as it says"
+    elif ways := _ways(job):
+        hint = f"{' or '.join(ways)} can be exported"
+    return ConfigError("cannot export: " + "; ".join(problems), hint=hint)
+
+
+def _ways(job: ExportJob) -> list[str]:
+    """Return flags with which the model can be exported: another method, else another target, else both."""
+    own = target(job.export.target)
+    others = [spec for spec in targets() if spec.name != own.name]
+    names = [job.method.name]
+    names += [spec.name for spec in methods() if spec.name != job.method.name]
+    for places in ([own], others):
+        found = [
+            f"--target {place.name} --method {name}"
+            for place in places
+            for name in names
+            if _can(job, place, name)
+        ]
+        if found:
+            return found[:MOST_WAYS]
+    return []
+
+
+def _can(job: ExportJob, place: TargetSpec, name: str) -> bool:
+    """Return True if a method's program is exported to a target, all settings being defaults."""
+    if place.kind not in method(name).programs:
+        return False
+    section = ExportConfig(target=place.name)
+    settings = method_config(name)
+    tried = replace(job, method=settings, export=section, rows=None)
+    try:
+        return not place.check(tried)
+    except OndeviceError:
+        return False
+
+
 def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:
     """Export the run's training step; several chips give one artifact each, in folders of `out` named after them.
 
@@ -125,8 +178,8 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
     jobs = export_jobs(config, overwrite=overwrite)
     places = [Path(out)] if len(jobs) == 1 else [Path(out) / job.export.soc[0] for job in jobs]
     spec = target(config.export.target)
-    if problems := list(dict.fromkeys(problem for job in jobs for problem in spec.check(job))):
-        raise ConfigError("cannot export: " + "; ".join(problems))
+    if problems := problems_of(jobs):
+        raise refusal(jobs[0], problems)
     if config.train.memory_limit_bytes is not None:
         _ensure_fits(config.model_copy(update={"method": jobs[0].method}))
     return [spec.export(job, place) for job, place in zip(jobs, places)]

@@ -215,7 +215,7 @@ class RunConfig(StrictConfig):
             raise ConfigError(
                 f"train.{asked[0]} compares evaluations, and there are no rows to evaluate",
                 expected="data.validation_split or data.eval_path",
-                hint="--validation-split 0.1 keeps a tenth of the rows from training",
+                hint="--validation-split 0.1 --eval-every 50 evaluates a tenth of the rows every 50 steps",
             )
         if self.train.report_to:
             from ondevice.training.loggers import check_installed

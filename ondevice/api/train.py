@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods, target
 from ondevice.models import read_dims
+from ondevice.models.choice import trains
 from ondevice.models.load import artifact_tokenizer
 from ondevice.nn.adapters import has_adapter
 from ondevice.planning.advice import measure
@@ -28,6 +30,7 @@ from ondevice.planning.fits import ensure_fits, memory_limit
 from ondevice.planning.precision import with_precision
 from ondevice.training import choices
 from ondevice.training.callbacks import Callback
+from ondevice.training.check import check_program_run, check_run
 from ondevice.training.events import Sink
 from ondevice.training.fit import Options, Trained, fit, read_rows_of, train_model
 from ondevice.training.identity import (
@@ -60,7 +63,6 @@ ADAPTER_TAKEN_OUT = (
 )
 
 
-@naming_methods()
 def train(
     config: Model | Run | None = None,
     rows: Rows | None = None,
@@ -168,8 +170,59 @@ def train(
         return _train(inputs.config, replace(options, sinks=(shown, *sinks)), force)
 
 
+@dataclass(frozen=True)
+class Decided:
+    """A run with nothing left open: its settings, its place on this machine, its options and its plan.
+
+    Attributes:
+        recorded: what the run that is resumed decided; empty for a new one.
+    """
+
+    config: RunConfig
+    placement: Placement
+    options: Options
+    plan: Plan
+    recorded: dict[str, Any]
+
+
 def _train(config: RunConfig, options: Options, force: bool) -> Trained:
     """Decide what a run leaves open, plan it, and train."""
+    with naming_methods(partial(trains, config=config)):
+        decided = _decide(config, options)
+        ensure_fits(decided.plan, force)
+        limit = decided.config.train.memory_limit_bytes
+        with (
+            nullcontext() if limit is None else memory_limit(limit, decided.plan),
+            choices.threads(decided.placement, decided.recorded) as threads,
+        ):
+            options = replace(decided.options, decided=decided.options.decided | threads)
+            return train_model(decided.config, decided.placement, options)
+
+
+def check(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    adapter: str | Path | None = None,
+) -> Decided:
+    """Decide what a run leaves open and plan it; refuse what `train` would refuse, except a plan that does not fit.
+
+    Nothing is written, and the model's weights are not loaded.
+
+    Raises:
+        OndeviceError: as `train`.
+    """
+    folder, _, _ = _checked(adapter, (), ())
+    config.check_data()
+    with naming_methods(partial(trains, config=config)):
+        decided = _decide(config, Options(resume=resume, overwrite=overwrite, adapter=folder))
+        check_run(decided.config, decided.placement, decided.options)
+    return decided
+
+
+def _decide(config: RunConfig, options: Options) -> Decided:
+    """Decide what a run leaves open, and plan it."""
     train_rows, loaded = options.rows, options.loaded
     resumes = options.resume and not options.overwrite
     recorded = recorded_decisions(config.train.out) if resumes else {}
@@ -209,8 +262,6 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
         messages = [*messages, ADAPTER_TAKEN_OUT]
     placed = with_placement(config, recorded) if recorded else None
     plan = _plan(config, placement, loaded and loaded.dims, placed)
-    if not plan.fits:
-        ensure_fits(plan, force)
     resolved = None
     if placement.spec.capability(DecidesFromMemory):
         resolved = plan.request.method
@@ -219,14 +270,14 @@ def _train(config: RunConfig, options: Options, force: bool) -> Trained:
     kernels = choices.kernels_of(config.method, placement, recorded)
     decided |= {choices.KERNELS: kernels} if kernels else {}
     options = replace(
-        options, notes=notes, said=tuple(messages), resolved=resolved, kernels=kernels
+        options,
+        notes=notes,
+        said=tuple(messages),
+        resolved=resolved,
+        kernels=kernels,
+        decided=decided,
     )
-    limit = config.train.memory_limit_bytes
-    with (
-        nullcontext() if limit is None else memory_limit(limit, plan),
-        choices.threads(placement, recorded) as threads,
-    ):
-        return train_model(config, placement, replace(options, decided=decided | threads))
+    return Decided(config, placement, options, plan, recorded)
 
 
 def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel | None) -> None:
@@ -344,6 +395,28 @@ def run_artifact(
     ensure_fits(estimate)
     with memory_limit(limit, estimate):
         return _run_manifest(folder, manifest, config, options)
+
+
+def check_artifact(
+    folder: Path,
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    adapter: Path | None = None,
+) -> Plan:
+    """Plan a run of an artifact, and refuse what `run_artifact` would refuse before its program is opened.
+
+    Raises:
+        OndeviceError: as `run_artifact`, except a plan that does not fit.
+    """
+    start, _, _ = _checked(adapter, (), ())
+    config.check_data()
+    manifest = read_manifest(folder)
+    check_program_run(
+        config, manifest, artifact_tokenizer(folder), Options(resume, overwrite, start)
+    )
+    return plan_artifact(folder, manifest, config.train.memory_limit_bytes)
 
 
 def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: Options) -> Trained:

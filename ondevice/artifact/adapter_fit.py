@@ -29,17 +29,7 @@ def check_fits(
         ArtifactError: another rank or alpha, layers that the run does not change, or tensors that
             are missing or of another shape.
     """
-    for field, expected, received in (
-        ("rank", rank, adapter.rank),
-        ("alpha", alpha, adapter.alpha),
-    ):
-        if expected != received:
-            raise ArtifactError(
-                f"the adapter has another {field}",
-                expected=f"{field} {expected:g}",
-                received=f"{field} {received:g}",
-                hint=f"`method.{field}` must be the one that the adapter was trained with",
-            )
+    check_scale(adapter, rank, alpha)
     linears = {name.rpartition(".lora_")[0] for name in shapes}
     beyond = [linear for linear in adapter.linears if linear not in linears]
     if beyond:
@@ -51,6 +41,21 @@ def check_fits(
             f"[{', '.join(adapter.target_modules)}]",
         )
     return check_shapes(adapter.tensors, shapes)
+
+
+def check_scale(adapter: Adapter, rank: int, alpha: float) -> None:
+    """Refuse a run of another rank or alpha than its adapter's with ArtifactError."""
+    for field, asked, stored in (
+        ("rank", rank, adapter.rank),
+        ("alpha", alpha, adapter.alpha),
+    ):
+        if asked != stored:
+            raise ArtifactError(
+                f"the adapter has {field} {stored:g}, and the run {field} {asked:g}",
+                expected=f"method.{field} {stored:g}, with which the adapter was trained",
+                received=f"method.{field} {asked:g}",
+                hint=f"--set method.{field}={stored:g}",
+            )
 
 
 def check_shapes(

@@ -7,6 +7,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
@@ -28,7 +29,7 @@ from ondevice.core.errors import (
     StorageError,
     was_refused,
 )
-from ondevice.core.near import nearest
+from ondevice.core.near import ELSEWHERE, nearest
 from ondevice.core.registry import methods, name_methods
 from ondevice.core.version import own_version
 
@@ -244,8 +245,12 @@ def _usage(error: Any) -> ConfigError:
         # The parser's own guess compares only letters: `--lora-rank` would become `--dry-run`.
         if near := nearest(unknown, known):
             hint = f"did you mean {near}? {hint}"
-        if "--set" in known and (keys := _keys_named(unknown.lstrip("-").replace("-", "_"))):
+        name = unknown.lstrip("-").replace("-", "_")
+        if "--set" in known and (keys := _keys_named(name)):
             hint = f"that is a key of the run file: --set {keys[0]}=VALUE"
+        elif "--set" in known and not near and (keys := _keys_named(ELSEWHERE.get(name, ""))):
+            bits = re.search(r"(\d)bit", name)
+            hint = f"did you mean --set {keys[0]}={bits[1] if bits else 'VALUE'}? {hint}"
     return ConfigError(message, hint=hint)
 
 

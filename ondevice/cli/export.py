@@ -9,9 +9,9 @@ import typer
 
 from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
-from ondevice.cli.common import err, mebibytes, out, print_json, show_table, stages, table
+from ondevice.cli.common import err, mebibytes, print_json, show, show_table, stages, table
 from ondevice.core.errors import ConfigError, VerificationError
-from ondevice.core.registry import target, targets
+from ondevice.core.registry import targets
 
 
 @flags.with_settings(
@@ -46,17 +46,11 @@ def export(
     if "data.path" in overrides:
         run_config.check_data()
     if dry_run:
-        problems = [
-            problem
-            for job in artifacts.export_jobs(run_config)
-            for problem in target(run_config.export.target).check(job)
-        ]
-        if json:
-            print_json({"problems": problems, "ok": not problems})
+        jobs = artifacts.export_jobs(run_config)
+        problems = artifacts.problems_of(jobs)
         if problems:
-            raise ConfigError("cannot export: " + "; ".join(problems))
-        if not json:
-            out.print("export check passed")
+            raise artifacts.refusal(jobs[0], problems)
+        show({"problems": [], "ok": True}, "export check passed", json)
         return
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, mebibytes, one_of, print_json, show, table
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ondevice.core.registry import naming_methods
 from ondevice.planning.devices import place
 from ondevice.training.progress import ProgressSink, describe_data
 
@@ -31,18 +33,27 @@ def train(
     overrides: dict[str, Any],
 ) -> None:
     """Fine-tune a model in PyTorch or MLX, with any of the methods."""
+    from ondevice.models.choice import trains
     from ondevice.models.load import check_model
 
     run_config = RunConfig.load(config, overrides)
     # Mistakes are reported before the frameworks are imported, which takes seconds.
     run_config.check_data()
     check_model(run_config.model.source, run_config.model.revision)
-    placement = place(run_config)
+    with naming_methods(partial(trains, config=run_config)):
+        placement = place(run_config)
     if dry_run:
         from ondevice.cli.dry_run import dry_run_model
 
         if placement.rank == 0:  # under torchrun every rank runs this verb, and one prints
-            dry_run_model(run_config, placement, json)
+            dry_run_model(
+                run_config,
+                resume=resume,
+                overwrite=overwrite,
+                force=force,
+                adapter=adapter,
+                json=json,
+            )
         return
     from ondevice.api.train import train as train_run
 
@@ -91,7 +102,9 @@ def run(
     if dry_run:
         from ondevice.cli.dry_run import dry_run_artifact
 
-        dry_run_artifact(artifact, run_config, json)
+        dry_run_artifact(
+            artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, json=json
+        )
         return
     from ondevice.api.train import run_artifact
 

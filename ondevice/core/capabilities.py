@@ -98,6 +98,33 @@ class TrainingDefaults(Capability, Generic[C]):
 
 
 @dataclass(frozen=True)
+class Asked(Generic[C]):
+    """What a run asks of its method, known before a weight is loaded.
+
+    Attributes:
+        config: the method's settings.
+        model: its source, for messages.
+        dtype: `model.dtype`.
+        rows: of a step.
+    """
+
+    config: C
+    dims: ModelDims
+    model: str
+    dtype: str
+    backend: str
+    device: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Refuses(Capability, Generic[C]):
+    """Its sessions refuse some models or settings; `check` raises the same without the model's weights."""
+
+    check: Callable[[Asked[C]], None]
+
+
+@dataclass(frozen=True)
 class OpensNetwork(Capability):
     """Transformers cannot open the model it trains; `open(folder, device)` does.
 

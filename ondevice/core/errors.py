@@ -45,7 +45,8 @@ class OndeviceError(Exception):
         needs: ability of the methods that would do.
 
     Attributes:
-        methods: names of the methods that would do, once the command line or the API has filled them in.
+        methods: names of the methods that would do, once the command line or the API has filled them in;
+            None before.
     """
 
     # An interface: scripts and the daemon's supervisor act on these codes, so none is ever given to another error.
@@ -67,7 +68,7 @@ class OndeviceError(Exception):
         self.received = received
         self.hint = hint
         self.needs = needs
-        self.methods: Sequence[str] = ()
+        self.methods: Sequence[str] | None = None
 
     @property
     def advice(self) -> str | None:
@@ -76,6 +77,16 @@ class OndeviceError(Exception):
         if self.methods:
             names = f"methods that do: {', '.join(self.methods)}"
         return "; ".join(filter(None, (self.hint, names))) or None
+
+    @property
+    def reason(self) -> str:
+        """The error in one line without its advice, as a part of another error."""
+        parts = [self.message]
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        if self.received is not None:
+            parts.append(f"received {self.received}")
+        return _printable(", ".join(parts))
 
     def __str__(self) -> str:
         lines = [self.message]

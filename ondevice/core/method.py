@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ondevice.core.capabilities import (
     AnyDecoder,
+    Asked,
     C,
     Capability,
     Classifies,
@@ -25,6 +26,7 @@ from ondevice.core.capabilities import (
     Packs,
     Quantises,
     ReadsFiles,
+    Refuses,
     TrainingDefaults,
 )
 from ondevice.core.errors import ConfigError, MissingPackageError, ModelError, Need
@@ -194,6 +196,23 @@ class MethodSpec(Generic[C]):
             ModelError: as `check_model`.
             MissingPackageError: the framework is not installed.
         """
+        self._check_backend(backend)
+        self.check_model(model.dims)
+        return self.sessions[backend]()(model, config, seed, device)
+
+    def check_run(self, asked: Asked[C]) -> None:
+        """Refuse what `open_session` would refuse, as far as it is known without the model's weights.
+
+        Raises:
+            OndeviceError: as `open_session`.
+        """
+        self._check_backend(asked.backend)
+        self.check_model(asked.dims)
+        refuses = self.capability(Refuses)
+        if refuses is not None:
+            refuses.check(asked)
+
+    def _check_backend(self, backend: str) -> None:
         if backend not in self.sessions:
             flags = " or ".join(f"--backend {name}" for name in self.sessions)
             raise ConfigError(
@@ -203,8 +222,6 @@ class MethodSpec(Generic[C]):
             raise MissingPackageError(
                 "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
             )
-        self.check_model(model.dims)
-        return self.sessions[backend]()(model, config, seed, device)
 
     def check_model(self, dims: ModelDims) -> None:
         """Refuse a model with blocks that this method would have to know.

@@ -36,6 +36,9 @@ ELSEWHERE = {
     "lr": "learning_rate",
     "batch": "batch_size",
     "load_in_4bit": "bits",
+    "quantize": "dtype",
+    "outtype": "dtype",
+    "quantization": "quantize",
     "lora_r": "rank",
     "r": "rank",
     "lora_layers": "target_modules",
@@ -89,6 +92,9 @@ VALUES_ELSEWHERE = {
     "constant_with_warmup": "constant",
     "adamw": "adam",
     "wandb_offline": "wandb",
+    "4bit": "q4",
+    "int4": "q4",
+    "8bit": "int8",
 }
 """Values that other trainers have for ours, in words joined by underscores."""
 
@@ -103,6 +109,9 @@ def nearest_value(value: object, known: Iterable[str]) -> str | None:
     if meant in choices:
         return choices[meant]
     near = difflib.get_close_matches(given, choices, n=1, cutoff=0.7)
+    # llama.cpp has many types of so many bits: `q4_k_m` means our `q4_0`, or `q4`.
+    bits = given.partition("_")[0]
+    near += [plain for plain in choices if plain.partition("_")[0] == bits]
     return choices[near[0]] if near else None
 
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import pkgutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -18,8 +19,6 @@ from ondevice.core.near import nearest_value
 from ondevice.core.target import TargetSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from ondevice.core.session import Session
 
 log = logging.getLogger("ondevice.core")
@@ -183,19 +182,28 @@ _HAS: dict[Need, Callable[[MethodSpec], bool]] = {
 }
 
 
-def name_methods(error: OndeviceError) -> None:
-    """Add the names of the methods that have what `error` needs; for the command line and the API."""
-    if error.needs is not None:
-        error.methods = tuple(spec.name for spec in methods() if _HAS[error.needs](spec))
+Able = Callable[[MethodSpec], bool]
+"""Whether a method would do what was refused, such as train the run's model in its backend."""
+
+
+def name_methods(error: OndeviceError, able: Able = lambda spec: True) -> None:
+    """Add the names of the methods that have what `error` needs, once; for the command line and the API."""
+    if error.needs is not None and error.methods is None:
+        has = _HAS[error.needs]
+        error.methods = tuple(spec.name for spec in methods() if has(spec) and able(spec))
 
 
 @contextmanager
-def naming_methods() -> Iterator[None]:
-    """Name the methods that would do in an error that leaves this block or function."""
+def naming_methods(able: Able = lambda spec: True) -> Iterator[None]:
+    """Name the methods that would do in an error that leaves this block or function.
+
+    Args:
+        able: asked of each method that has what the error needs, so that advice is never refused.
+    """
     try:
         yield
     except OndeviceError as error:
-        name_methods(error)
+        name_methods(error, able)
         raise
 
 

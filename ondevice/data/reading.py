@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.encode import Encoder, encode
-from ondevice.data.examples import Dataset, refuse_preferences, refuse_unread
+from ondevice.data.encode import encode
+from ondevice.data.examples import Dataset, refuse_preferences
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
@@ -236,6 +236,10 @@ def about(read: Rows | Reading) -> Rows:
     return read
 
 
+GUESSED_FROM = 200
+"""Records from which an error guesses the columns."""
+
+
 class Reading:
     """How the records of a file become rows: the first that fits decides it for all.
 
@@ -281,9 +285,12 @@ class Reading:
         leader = next(renamed, None)
         if leader is None:
             raise no_column(first, columns or {}, name)
-        self.format, self.task = infer(
-            chain([leader], renamed), chosen, named, lambda task: no_format(leader, task, name)
-        )
+
+        def refuse(task: Any) -> DataError:
+            records = islice(self._renamed(_usable(again())), GUESSED_FROM)
+            return no_format(list(records), task, name)
+
+        self.format, self.task = infer(chain([leader], renamed), chosen, named, refuse)
         if self.format == "classification" and self.task is None and not self.labels:
             self.labels = labels_of(self._renamed(_usable(again())))
         self._convert = converter(
@@ -367,35 +374,3 @@ def read_dataset(
         classes=classes,
         strict_columns=strict_columns,
     )
-
-
-def check_columns(
-    path: Path | str,
-    tokenizer: Any,
-    *,
-    task: str | None,
-    max_length_tokens: int,
-    train_on_prompt: bool = False,
-    columns: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse a file with columns that nothing reads, as `read_dataset` does with `strict_columns`.
-
-    One row is in memory at a time.
-
-    Raises:
-        DataError: a column, or a key of a turn, is read by neither the format nor the template.
-    """
-    reading = open_reading(path, task=task, columns=columns)
-    encoder = None
-    rows = about(reading)
-    for row in each_row(reading):
-        encoder = encoder or Encoder(
-            rows,
-            row,
-            tokenizer,
-            max_length_tokens=max_length_tokens,
-            train_on_prompt=train_on_prompt,
-        )
-        encoder.encoded(row)
-    if encoder is not None:
-        refuse_unread(rows.file, encoder.report)

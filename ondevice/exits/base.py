@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import ConfigError
+from ondevice.core.near import nearest_value
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -60,6 +61,10 @@ class Checked:
     notes: tuple[str, ...] = ()
 
 
+def takes_all(request: Request) -> None:
+    """Check nothing: a form for every model."""
+
+
 @dataclass(frozen=True)
 class Form:
     """A way out.
@@ -75,6 +80,7 @@ class Form:
         needs_model: it cannot be written from only the adapter.
         max_rank: the largest rank that the reader takes; None for no limit.
         experts: it takes pairs for experts' matrices.
+        check: refuse a model of which there is no such form, from its configuration and tokenizer.
     """
 
     name: str
@@ -86,6 +92,7 @@ class Form:
     needs_model: bool = True
     max_rank: int | None = None
     experts: bool = False
+    check: Callable[[Request], None] = takes_all
 
 
 def form_names() -> tuple[str, ...]:
@@ -102,5 +109,11 @@ def form_names() -> tuple[str, ...]:
 def form_of(name: str) -> Form:
     """Return the form of that name; ConfigError with all names if the name is unknown."""
     if name not in form_names():
-        raise ConfigError("unknown form", expected=", ".join(form_names()), received=name)
+        near = nearest_value(name, form_names())
+        raise ConfigError(
+            "unknown form",
+            expected=", ".join(form_names()),
+            received=name,
+            hint=near and f"did you mean --to {near}?",
+        )
     return importlib.import_module(f"ondevice.exits.{name.replace('-', '_')}").FORM

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError, StorageError
+from ondevice.core.errors import (
+    ArtifactError,
+    ConfigError,
+    MissingPackageError,
+    OndeviceError,
+    StorageError,
+)
+from ondevice.core.near import nearest_value
 from ondevice.data.tasks.trained import read_trained_task
 from ondevice.exits.base import Form, Request, form_names, form_of
 from ondevice.exits.task import write_texts
@@ -118,6 +125,7 @@ def convert(
     request = Request(adapter, folder, asked, revision, dtype, target, task)
     report = ConvertReport(str(target), form.name, form.reader, str(folder), asked, dtype or None,
                            adapter.rank, adapter.alpha, len(adapter.linears), 0)  # fmt: skip
+    _check_form(form, request)
     if dry_run:
         return report
     _log.info("writing %s for %s", target, form.reader)
@@ -138,6 +146,29 @@ def convert(
         kept=checked.kept,
         notes=checked.notes,
     )
+
+
+def _check_form(form: Form, request: Request) -> None:
+    """Refuse a model of which there is no such form; the hint names forms that there are."""
+    try:
+        form.check(request)
+    except MissingPackageError:
+        raise
+    except OndeviceError as error:
+        ways = [name for name in form_names() if name != form.name and _takes(name, request)]
+        error.hint = f"--to {' or --to '.join(ways)}"
+        raise
+
+
+def _takes(name: str, request: Request) -> bool:
+    form = form_of(name)
+    try:
+        _check_adapter(form, request.adapter, request.folder)
+        if request.model is not None:
+            form.check(replace(request, dtype=_dtype(form, None)))
+    except OndeviceError:
+        return False
+    return request.model is not None or not form.needs_model
 
 
 def _check_base(adapter: Path, model: str, revision: str | None) -> None:
@@ -231,7 +262,13 @@ def _dtype(form: Form, dtype: str | None) -> str:
         return ""
     if dtype not in form.dtypes:
         expected = ", ".join(filter(None, form.dtypes)) or "none: the numbers stay as they are"
-        raise ConfigError(f"--dtype for {form.name}", expected=expected, received=dtype)
+        near = nearest_value(dtype, form.dtypes)
+        raise ConfigError(
+            f"--dtype for {form.name}",
+            expected=expected,
+            received=dtype,
+            hint=near and f"did you mean '{near}'?",
+        )
     return dtype
 
 

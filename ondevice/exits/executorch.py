@@ -24,17 +24,27 @@ CONTEXT_TOKENS = 1024
 """Most tokens of a conversation, if the model takes so many."""
 
 
+def check(request: Request) -> None:
+    """Refuse a model whose blocks the program cannot compute with ModelError."""
+    from ondevice.exporters.executorch.answer_model import problems
+
+    dims = read_dims(str(request.model), request.revision)
+    if found := problems(dims, _context(request)):
+        raise ModelError("; ".join(found))
+
+
+def _context(request: Request) -> int:
+    dims = read_dims(str(request.model), request.revision)
+    return min(CONTEXT_TOKENS, dims.max_positions or CONTEXT_TOKENS)
+
+
 def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, lower with packed weights, run the program in its runtime and compare."""
-    from ondevice.exporters.executorch.answer_model import problems
     from ondevice.exporters.executorch.answers import check_answers, write_answers
     from ondevice.exporters.executorch.packed import PackedModel
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
-    dims = read_dims(request.model, request.revision)
-    context = min(CONTEXT_TOKENS, dims.max_positions or CONTEXT_TOKENS)
-    if found := problems(dims, context):
-        raise ModelError("; ".join(found), hint="--to gguf is a merged model for llama.cpp")
+    context = _context(request)
     merged = merge(request)
     form = WEIGHTS[request.dtype]
     with storage_errors(request.out):
@@ -103,5 +113,11 @@ def _kept(request: Request, loaded: Any) -> float:
 
 
 FORM = Form(
-    "executorch", "ExecuTorch", write, marker="answers.json", dtypes=tuple(WEIGHTS), merged=True
+    "executorch",
+    "ExecuTorch",
+    write,
+    marker="answers.json",
+    check=check,
+    dtypes=tuple(WEIGHTS),
+    merged=True,
 )

@@ -68,7 +68,6 @@ def write(request: Request, path: Path) -> Checked:
     from gguf import GGUFWriter
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
-    check_model(request.model, request.revision)  # before the weights are loaded
     reading = check_texts(request)
     merged = merge(request)
     loaded = merged.loaded
@@ -126,6 +125,12 @@ def write(request: Request, path: Path) -> Checked:
         *check_file(path, reading, loaded.tokenizer, request),
     )
     return replace(checked, notes=notes)
+
+
+def check(request: Request) -> None:
+    """Refuse a model or a tokenizer that llama.cpp would not read as trained; see `check_texts`."""
+    check_model(str(request.model), request.revision)
+    check_texts(request)
 
 
 def check_model(model: str, revision: str | None) -> None:
@@ -320,4 +325,4 @@ def _kept(
     return projected / exact
 
 
-FORM = Form("gguf", "llama.cpp", write, marker=None, dtypes=DTYPES, merged=True)
+FORM = Form("gguf", "llama.cpp", write, marker=None, dtypes=DTYPES, merged=True, check=check)

@@ -27,6 +27,17 @@ from ondevice.models.families.base import Family
 from ondevice.models.registry import family_for
 
 
+def check(request: Request) -> None:
+    """Refuse a model without an architecture in GGUF files with ModelError."""
+    dims = read_dims(str(request.model), request.revision)
+    family = family_for(dims.family, str(request.model))
+    gguf_names(
+        dims,
+        [f"{linear}.weight" for linear in request.adapter.linears],
+        architecture_of(family, dims),
+    )
+
+
 def write(request: Request, path: Path) -> Checked:
     """Write the adapter in float32, with the names and the layout of B of its base model's
     architecture."""
@@ -84,4 +95,4 @@ def read(
     return Adapter(tensors, rank, value, targets_of(tensors), request.adapter.base_model)
 
 
-FORM = Form("gguf-lora", "llama.cpp", write, marker=None)
+FORM = Form("gguf-lora", "llama.cpp", write, marker=None, check=check)

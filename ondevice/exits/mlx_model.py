@@ -13,6 +13,7 @@ from ondevice.artifact.files import storage_errors, write_tensors
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import Rounding, check_merged, merge
+from ondevice.models import read_dims
 from ondevice.models.save import FILE_NAME, save_description
 
 if TYPE_CHECKING:
@@ -23,17 +24,20 @@ GROUP = 64
 PARTS = ("weight", "scales", "biases")
 
 
+def check(request: Request) -> None:
+    """Refuse a mixture of experts with ModelError."""
+    dims = read_dims(str(request.model), request.revision)
+    if dims.experts:
+        raise ModelError(f"a mixture of experts ({dims.family}) has no packed MLX form here")
+    _mlx()
+
+
 def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, pack with MLX, write, read the file back and compare."""
     mx = _mlx()
     bits = BITS[request.dtype]
     merged = merge(request)
     loaded = merged.loaded
-    if loaded.dims.experts:
-        raise ModelError(
-            f"a mixture of experts ({loaded.dims.family}) has no packed MLX form here",
-            hint="--to mlx",
-        )
     state = loaded.model.state_dict()
     names = [name for name in type(loaded.family).weight_shapes(loaded.dims) if name in state]
     tensors = {}
@@ -145,4 +149,6 @@ def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:
     return 1.0
 
 
-FORM = Form("mlx-model", "mlx-lm", write, marker="config.json", dtypes=tuple(BITS), merged=True)
+FORM = Form(
+    "mlx-model", "mlx-lm", write, marker="config.json", dtypes=tuple(BITS), merged=True, check=check
+)

@@ -194,4 +194,12 @@ def _between(text: str, number: int) -> str:
     return text.split(f"{_MARK}{number}{_MARK}")[1].split(f"{_MARK}{number + 1}{_MARK}")[0]
 
 
-FORM = Form("ollama", "Ollama", write, marker=MARKER, dtypes=gguf.DTYPES, merged=True)
+FORM = Form(
+    "ollama",
+    "Ollama",
+    write,
+    marker=MARKER,
+    dtypes=gguf.DTYPES,
+    merged=True,
+    check=gguf.check,
+)

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.errors import CheckpointError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult
 from ondevice.methods import model_loss
+from ondevice.methods.precision import refuse_float16
 from ondevice.models.save import save_loaded
 from ondevice.runtime_ops.adam_state import HostState, Moments, merge, split_
 from ondevice.runtime_ops.layer_adam import (
@@ -62,12 +63,7 @@ def open_adamw(parameters: Parameters, weight_decay: float) -> list[AdamW]:
         ConfigError: parameters in float16, whose range is too small for gradients and moments.
     """
     if any(parameter.dtype == torch.float16 for parameter in parameters.values()):
-        raise ConfigError(
-            "float16 weights are not trained: gradients below 6e-8 and moments vanish in it",
-            expected="model.dtype bfloat16 or float32",
-            received="float16",
-            hint="--dtype bfloat16 takes the same memory for weights",
-        )
+        refuse_float16()
     wide = {}
     narrow = {}
     for name, parameter in parameters.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, Classifies, KnowsBlocks
+from ondevice.core.capabilities import AnyDecoder, Asked, Classifies, KnowsBlocks
 from ondevice.core.errors import OndeviceError
 from ondevice.core.registry import DEFAULT_METHOD, method, methods, target
 from ondevice.models.load import read_dims
+from ondevice.models.open import check_has_files
 
 if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import MethodSpec
 
@@ -46,6 +48,35 @@ def choose_method(
     if others:
         more = f"; others: {others}, or any of `--method`"
     return chosen.name, f"method {chosen.name}: {chosen.summary}{more}"
+
+
+def trains(spec: MethodSpec, config: RunConfig) -> bool:
+    """Return True if a run of `config` with this method's own settings instead would not be refused."""
+    backend = config.train.backend
+    if backend == "auto":
+        backend = "torch"
+    try:
+        settings = spec.for_training(spec.config())
+        dims = read_dims(config.model.source, config.model.revision)
+        asked = Asked(
+            settings,
+            dims,
+            config.model.source,
+            config.model.dtype,
+            backend,
+            "cpu",
+            config.train.batch_size,
+        )
+        if spec.reads_files(settings, backend):
+            check_has_files(config.model.source)
+        spec.check_run(asked)
+        if hasattr(settings, "target_modules"):
+            dims.resolve_targets(settings)
+        if config.data.packing:
+            spec.check_packing(backend, dims.whole)
+    except OndeviceError:
+        return False
+    return config.train.objective == "loss" or spec.order == "zeroth"
 
 
 def takes(spec: MethodSpec, dims: ModelDims) -> bool:

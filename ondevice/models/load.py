@@ -94,7 +94,7 @@ def load_model(
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(torch_dtype)
         _move(loaded.model, torch_device)
-        _check_head(source, {}, loaded.dims, classes)
+        check_head(source, {}, loaded.dims, classes)
         return loaded
     dims, family = dims_and_family(source, revision)
     info = sources.resolve(source, revision, verify=verify)
@@ -105,7 +105,7 @@ def load_model(
         dims, family = dims_and_family(str(folder), None)
     tokenizer = read_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
-    new_head = _check_head(source, config, dims, classes)
+    new_head = check_head(source, config, dims, classes)
     # A type that is not ours may have no fused attention: transformers then picks one.
     attention = "sdpa"
     if dims.whole:
@@ -118,8 +118,8 @@ def load_model(
     return wrap(model, tokenizer, family, info, dims)
 
 
-def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
-    """Return True if the model needs a new classification head; refuse one that does not fit."""
+def check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
+    """Return True if the model needs a new classification head; ModelError for one that does not fit."""
     if not dims.classes:
         if classes is not None:
             raise ModelError(

@@ -51,6 +51,16 @@ class ModelFiles:
         return self.source.path
 
 
+def check_has_files(source: str) -> None:
+    """Refuse a model without files (`tiny:FAMILY`) with ModelError."""
+    if source.startswith(TINY_PREFIX):
+        raise ModelError(
+            f"{source} has no files to read weights from",
+            expected="a model with safetensors files",
+            hint="write it with ondevice.models.save_tiny(FOLDER) and give that folder",
+        )
+
+
 def open_model(
     source: str,
     *,
@@ -70,12 +80,7 @@ def open_model(
     """
     if dtype not in DTYPES:
         raise ModelError("unknown dtype of the weights", expected=", ".join(DTYPES), received=dtype)
-    if source.startswith(TINY_PREFIX):
-        raise ModelError(
-            f"{source} has no files to read weights from",
-            expected="a model with safetensors files",
-            hint="write it with ondevice.models.save_tiny(FOLDER) and give that folder",
-        )
+    check_has_files(source)
     packing = None
     if packed and not source.endswith(".gguf"):
         config, where = sources.config_of(source, revision)

@@ -96,7 +96,7 @@ class FineTuningRequest(Documented):
         if self.method is not None and self.method.type != "supervised":
             raise ConfigError(
                 "'method.type' is not supported", expected="supervised", received=self.method.type,
-                hint="`ondevice train --objective dpo` trains on preferences",
+                hint="leave 'method' out: rows are trained on as answers",
             )  # fmt: skip
         if self.integrations:
             raise ConfigError("'integrations' is not supported", expected="none")

@@ -41,6 +41,20 @@ from ondevice.training.identity import ENCODED, NAMES
 FILE_NAME = "run.lock"
 
 
+def check_place(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written with StorageError."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise StorageError(
+            f"{folder}: the run's folder cannot be written",
+            expected="a folder, or a free name in one",
+            received=f"{place} cannot be written into",
+            hint="--out names another folder",
+        )
+
+
 class RunLock:
     """Holds `folder` while open; creates the folder. A context manager.
 
@@ -57,6 +71,7 @@ class RunLock:
         self._file = -1
 
     def __enter__(self) -> RunLock:
+        check_place(self.path.parent)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -86,6 +101,14 @@ class RunLock:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         return self
+
+    @classmethod
+    def check(cls, folder: Path) -> None:
+        """Refuse a folder that `RunLock(folder)` would refuse, and make none."""
+        check_place(folder)
+        if (folder / FILE_NAME).exists():
+            with cls(folder):
+                return
 
     def __exit__(self, *_: object) -> None:
         if (
@@ -233,6 +256,10 @@ class CheckpointStore:
             if (match := _NAME.fullmatch(path.name))
         ]
         return [path for _, path in sorted(numbered)]
+
+    def steps(self) -> list[int]:
+        """List the steps after which there is a checkpoint, in their order."""
+        return [int(path.name.rpartition("-")[2]) for path in self.paths()]
 
     def save(
         self,

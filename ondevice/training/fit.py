@@ -22,6 +22,7 @@ from ondevice.artifact.adapter import (
     save_adapter,
 )
 from ondevice.artifact.files import atomic_directory, sha256_file
+from ondevice.core.capabilities import Asked
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
@@ -55,7 +56,7 @@ from ondevice.training.identity import (
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
-from ondevice.training.objective import Objective
+from ondevice.training.objective import Objective, check_scored
 from ondevice.training.ordinary import save_ordinary
 from ondevice.training.result import Trained
 from ondevice.training.schedule import WarmupDecay
@@ -73,6 +74,7 @@ from ondevice.training.usage import README_NAME, Kind, readme
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig, TrainConfig
+    from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.data import Dataset
@@ -125,9 +127,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         classes=classes,
         vocabulary=vocabulary_of(loaded),
     )
-    config = config.model_copy(
-        update={"method": config.method.with_answers(lambda: _answers(rows))}
-    )
+    check_scored(config.train.objective, rows.train)
+    config = with_answers(config, rows)
+    spec.check_run(asked_of(config, placement, loaded.dims))
     if rows.stream is not None:
         rows.stream.label_tokens = frozenset(getattr(config.method, "answers", ()))
     if options.loaded is not None:
@@ -141,6 +143,19 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     return trained
 
 
+def asked_of(config: RunConfig, placement: Placement, dims: ModelDims) -> Asked[Any]:
+    """Return what a run asks of its method."""
+    return Asked(
+        config.method,
+        dims,
+        config.model.source,
+        config.model.dtype,
+        placement.backend,
+        placement.device,
+        config.train.batch_size,
+    )
+
+
 @contextmanager
 def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]:
     """Give a model in memory its own layers back if the block fails."""
@@ -152,11 +167,30 @@ def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]
         raise
 
 
-def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    answers, reason = label_tokens_of_rows(rows.train)
-    if rows.stream is not None and len(answers) == 1:
-        return (), "the first window has one label alone"
-    return answers, reason
+def with_answers(config: RunConfig, rows: RunRows) -> RunConfig:
+    """Return the run with the answers of its rows in the method's settings, if its loss is over them."""
+
+    def answers() -> tuple[tuple[int, ...], str]:
+        found, reason = label_tokens_of_rows(rows.train)
+        if rows.stream is not None and len(found) == 1:
+            return (), "the first window has one label alone"
+        return found, reason
+
+    return config.model_copy(update={"method": config.method.with_answers(answers)})
+
+
+def run_identity(config: RunConfig, rows: RunRows, options: Options) -> dict[str, Any]:
+    """Return what a resumed run must have in common with the run, in addition to its method and model."""
+    settings = config.train
+    identity: dict[str, Any] = {
+        "data": data_identity(config.data, settings.batch_size, options.rows),
+        ENCODED: rows.encoded,
+        **adapter_identity(options.adapter),
+    }
+    if settings.objective != "loss":
+        identity["objective"] = settings.objective
+        identity["objective_command"] = settings.objective_command
+    return identity
 
 
 @dataclass(frozen=True)
@@ -183,12 +217,18 @@ class RunRows:
         return self.stream.figures()
 
     def batches(
-        self, session: Session, settings: TrainConfig, packing: bool
+        self,
+        settings: TrainConfig,
+        packing: bool,
+        size: int | None = None,
+        lengths: tuple[int, ...] | None = None,
     ) -> Batches | StreamBatches:
-        """Return the batches of every step."""
-        # An exported program fixes the rows of a step; any other session takes what the run file says.
-        size = session.batch_size or settings.batch_size
-        lengths = session.lengths_tokens
+        """Return the batches of every step.
+
+        Args:
+            size, lengths: of an exported program, which fixes them; any other takes what the run file says.
+        """
+        size = size or settings.batch_size
         if self.stream is not None:
             return StreamBatches(self.stream, size, lengths, self.pad, packing=packing)
         return Batches(self.train, size, lengths, settings.seed, self.pad, packing=packing)
@@ -337,14 +377,12 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    batches = rows.batches(session, config.train, config.data.packing)
+    batches = rows.batches(
+        config.train, config.data.packing, session.batch_size, session.lengths_tokens
+    )
     settings = in_steps(config.train, batches.steps_per_epoch)
     config = config.model_copy(update={"train": settings})
-    if settings.objective != "loss":
-        identity = identity | {
-            "objective": settings.objective,
-            "objective_command": settings.objective_command,
-        }
+    identity = identity | run_identity(config, rows, options)
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), model, options.adapter)
@@ -355,12 +393,7 @@ def fit(
         figures["evaluation"] = rows.evaluation.figures()
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={
-            **identity,
-            "data": data_identity(config.data, settings.batch_size, options.rows),
-            ENCODED: rows.encoded,
-            **adapter_identity(options.adapter),
-        },
+        identity=identity,
         seed=settings.seed if seed is None else seed,
         backend=session.backend,
         generator_backend=session.generator_backend,

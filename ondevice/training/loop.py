@@ -145,6 +145,15 @@ class Options:
     decided: dict[str, Any] = field(default_factory=dict)
 
 
+def check_no_run(out: Path, store: CheckpointStore) -> None:
+    """Refuse a folder that holds a run with CheckpointError."""
+    if store.paths() or read_log(out / FILE_NAME).intact_bytes:
+        raise CheckpointError(
+            f"{out} already holds a run",
+            hint="`--resume` goes on with it, `--overwrite` deletes it, `--out` names another folder",
+        )
+
+
 @dataclass
 class Run:
     """A run on its way from its first step, or from its newest checkpoint, to its last.
@@ -221,12 +230,8 @@ class Run:
         path = self.settings.out / FILE_NAME
         options = self.options
         settings = self.settings
-        fresh = not options.resume and not options.overwrite
-        if fresh and (self.store.paths() or read_log(path).intact_bytes):
-            raise CheckpointError(
-                f"{self.settings.out} already holds a run",
-                hint="`--resume` goes on with it, `--overwrite` deletes it, `train.out` names another folder",
-            )
+        if not options.resume and not options.overwrite:
+            check_no_run(settings.out, self.store)
         warnings: list[str] = []
         first: events.Event = self.start
         if options.resume and not options.overwrite:

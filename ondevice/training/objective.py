@@ -32,6 +32,28 @@ TIMEOUT_S = 300
 """Seconds that a scoring program may take for the rows of one step."""
 
 
+def check_scored(objective: str, dataset: Dataset) -> None:
+    """Refuse rows that never have the score with ConfigError."""
+    scored = {
+        "accuracy": any(item.candidates for item in dataset.items),
+        "f1": any(item.answers for item in dataset.items),
+    }
+    if not scored.get(objective, True):
+        raise _unscored(objective, dataset)
+
+
+def _unscored(objective: str, dataset: Dataset) -> ConfigError:
+    needs = "rows of questions and answers"
+    if objective == "accuracy":
+        needs = "rows with candidates"
+    return ConfigError(
+        f"train.objective {objective} needs {needs}",
+        expected=needs,
+        received=f"rows of format {dataset.format}",
+        hint="--set train.objective=loss goes with any rows",
+    )
+
+
 @dataclass(frozen=True)
 class Objective:
     """A score of the session's weights as they are, on some rows of a data set; higher is better, 1 is best."""
@@ -57,15 +79,7 @@ class Objective:
         result = evaluate_dataset(self.session, part, self.pad, generate=write)
         value = None if result is None else getattr(result, self.settings.objective)
         if value is None:
-            needs = "rows of questions and answers"
-            if self.settings.objective == "accuracy":
-                needs = "rows with candidates"
-            raise ConfigError(
-                f"train.objective {self.settings.objective} needs {needs}",
-                expected=needs,
-                received=f"rows of format {self.dataset.format}",
-                hint="train.objective loss goes with any rows",
-            )
+            raise _unscored(self.settings.objective, self.dataset)
         return float(value)
 
     def _write(self) -> Callable[[Sequence[int]], str]:

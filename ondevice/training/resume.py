@@ -76,13 +76,8 @@ def restore(
         where = f"{loaded.path}: the checkpoint"
         tolerated = check_identity(loaded.meta.identity, identity, where, accept=accept)
     warnings += _said(tolerated)
-    if loaded is not None and loaded.meta.step > settings.steps:
-        raise CheckpointError(
-            f"the run in {settings.out} is beyond the steps that are asked for",
-            expected=f"--steps {loaded.meta.step} or more",
-            received=f"--steps {settings.steps}",
-            hint="`--steps` counts from the run's beginning; nothing was changed",
-        )
+    if loaded is not None:
+        _check_steps(loaded.meta.step, settings)
     done = 0
     if loaded is not None:
         session.load_state(loaded.state)
@@ -123,6 +118,33 @@ def restore(
         evaluated={event.step for event in evaluations},
         without_better=without_better,
     )
+
+
+def _check_steps(done: int, settings: TrainConfig) -> None:
+    if done > settings.steps:
+        raise CheckpointError(
+            f"the run in {settings.out} is beyond the steps that are asked for",
+            expected=f"--steps {done} or more",
+            received=f"--steps {settings.steps}",
+            hint="`--steps` counts from the run's beginning; nothing was changed",
+        )
+
+
+def check_resume(store: CheckpointStore, start: events.Start, settings: TrainConfig) -> None:
+    """Refuse a resume that `restore` would refuse, without reading a checkpoint's state.
+
+    Raises:
+        CheckpointError: the run in the folder is another one, or has more steps.
+    """
+    path = settings.out / FILE_NAME
+    before = read_log(path)
+    if before.start is not None:
+        stored = logged_identity(before)
+        where = f"{path}: the log"
+        check_identity(stored, identity_of(start), where, accept=settings.accept_changes)
+    steps = store.steps()
+    if steps:
+        _check_steps(steps[-1], settings)
 
 
 def logged_identity(content: LogContent) -> dict[str, Any]:

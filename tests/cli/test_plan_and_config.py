@@ -137,7 +137,7 @@ def test_training_stops_before_it_loads_what_does_not_fit(ondevice, tmp_path) ->
     done = ondevice("train", *options, "--max-length", 100_000)
     assert done.code == 8 and "a higher --memory-limit" in done.err and not out.exists()
     dry = ondevice("train", *options, "--max-length", 16, "--dry-run", "--json")
-    assert dry.code == 0 and dry.json["plan"]["fits"] is False and not out.exists()
+    assert dry.code == 8 and dry.json["plan"]["fits"] is False and not out.exists()
 
 
 def test_force_runs_what_the_plan_refuses(ondevice, tmp_path, monkeypatch) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
 from ondevice.data.readers.files import read_records
 from ondevice.data.rows import BadRow, describe
-from ondevice.data.tasks.formats import format_of
-from ondevice.data.tasks.task import Task, column
+from ondevice.data.tasks.formats import MAX_CLASSES, format_of
+from ondevice.data.tasks.task import Task, column, label_key
 from ondevice.data.tasks.templates import TASKS
 
 FIELDS = (
@@ -21,6 +21,8 @@ FIELDS = (
     *("answer", "chosen", "rejected", "thumbs", "liked", "system", "system_prompt", "history"),
 )
 """Names that formats have for their columns."""
+LABEL_CHARACTERS = 40
+"""Longer values are texts, not labels."""
 
 
 def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
@@ -149,8 +151,14 @@ def _without_case(record: dict[str, Any]) -> dict[str, str]:
     return {field: key for field, key in lowered.items() if field in FIELDS and field != key}
 
 
-def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
-    """Build the error for a file that fits no format; `task` is an unknown one of its rows."""
+def no_format(records: list[dict[str, Any]], task: Any, name: str) -> DataError:
+    """Build the error for a file that fits no format.
+
+    Args:
+        records: the first ones, from whose values the columns are guessed.
+        task: an unknown one of its rows, or None.
+    """
+    record = records[0]
     keys = [str(key) for key in record]
     if task is not None:
         return DataError(
@@ -167,10 +175,12 @@ def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
             for names in (*task.columns.values(), task.label)
         )
     ]
-    first, last = map(_quoted, question_and_answer(record))
+    question, answer = question_and_answer(records)
+    text, label = map(_quoted, text_and_label(records) or (question, answer))
+    first, last = map(_quoted, (question, answer))
     advice = [
-        f"name the columns: --column prompt={first} --column completion={last} for free answers, "
-        f"--column text={first} --column label={last} for classes"
+        f"name the columns: --column text={text} --column label={label} for classes, "
+        f"--column prompt={first} --column completion={last} for free answers"
     ]
     if system := next((key for key in keys if _words_of(key) & _SYSTEM), None):
         flags = f"--column system={_quoted(system)} --column response={last} instead of completion"
@@ -208,21 +218,62 @@ _SAYS_LESS = {
 }
 
 
-def question_and_answer(record: dict[str, Any]) -> tuple[str, str]:
+def question_and_answer(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the columns that are most likely a question and its answer.
 
-    Names decide, then the order: first and last. A column for the system is never one of them.
+    Names decide, then the two longest texts in their order. A column for the system is never one of them.
     """
+    likely = _likely(records[0])
+    if len(likely) < 2:
+        return "QUESTION", "ANSWER"
+    longest = sorted(likely, key=lambda key: length_of(records, key), reverse=True)[:2]
+    longest.sort(key=likely.index)
+    answer = next((key for key in reversed(likely) if _words_of(key) & _ANSWERS), longest[-1])
+    others = [key for key in likely if key != answer]
+    questions = [key for key in others if _words_of(key) & _ASKS]
+    questions += [key for key in longest if key != answer]
+    return questions[0], answer
+
+
+def text_and_label(records: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
+    """Return the columns that are most likely a text and its label; None if no column looks like labels.
+
+    A label is short and has few different values; a column that is named so comes first. The text is
+    the longest of the others.
+    """
+    keys = [str(key) for key in records[0]]
+    counts = {key: _classes(records, key) for key in keys}
+    most = min(MAX_CLASSES, len(records) / 2)
+    labels = [
+        key
+        for key in keys
+        if 2 <= counts[key] <= most and length_of(records, key) <= LABEL_CHARACTERS * len(records)
+    ]
+    if not labels or len(keys) < 2:
+        return None
+    label = min(labels, key=lambda key: (key.lower() not in ("label", "class"), counts[key]))
+    text = max((key for key in keys if key != label), key=lambda key: length_of(records, key))
+    return text, label
+
+
+def _classes(records: Sequence[dict[str, Any]], key: str) -> int:
+    """Count the different values of a column; 0 if one of them cannot be a label."""
+    values = {label_key(record.get(key)) for record in records if record.get(key) not in (None, "")}
+    return 0 if None in values else len(values)
+
+
+def _likely(record: dict[str, Any]) -> list[str]:
+    """Return the columns that may be asked or answered: of two and more, those that say something."""
     keys = [str(key) for key in record if not _words_of(str(key)) & _SYSTEM]
     likely = [key for key in keys if not _words_of(key) & _SAYS_LESS]
     if len(likely) < 2:
-        likely = keys
-    if len(likely) < 2:
-        return "QUESTION", "ANSWER"
-    answer = next((key for key in reversed(likely) if _words_of(key) & _ANSWERS), likely[-1])
-    others = [key for key in likely if key != answer]
-    question = next((key for key in others if _words_of(key) & _ASKS), others[0])
-    return question, answer
+        return keys
+    return likely
+
+
+def length_of(records: Sequence[dict[str, Any]], key: str) -> int:
+    """Return how many letters a column has in all."""
+    return sum(len(str(record.get(key) or "")) for record in records)
 
 
 def _words_of(key: str) -> set[str]:

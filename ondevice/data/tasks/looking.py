@@ -10,22 +10,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.source import UNLIMITED, Limits
 from ondevice.data.rows import Format
-from ondevice.data.tasks.columns import question_and_answer, renaming
-from ondevice.data.tasks.formats import MAX_CLASSES, format_of
-from ondevice.data.tasks.task import Task, label_key, plain_name
+from ondevice.data.tasks.columns import (
+    length_of,
+    question_and_answer,
+    renaming,
+    text_and_label,
+)
+from ondevice.data.tasks.formats import format_of
+from ondevice.data.tasks.task import Task, plain_name
 from ondevice.data.tasks.templates import TASKS
 
 READ = 500
 """Records that a first look reads."""
 SHOWN_CHARACTERS = 300
-LABEL_CHARACTERS = 40
-"""Longer values are texts, not labels."""
 
 
 @dataclass(frozen=True)
@@ -129,30 +131,13 @@ def _suggest(records: Sequence[dict[str, Any]], names: tuple[str, ...]) -> dict[
     """Suggest columns: the longest texts, and one with few different short values."""
     if not records or not names:
         return {}
-    lengths = {name: _mean_length(records, name) for name in names}
-    classes = {name: _classes(records, name) for name in names}
-    labels = [name for name in names if 1 < classes[name] <= min(MAX_CLASSES, len(records) / 2)]
-    labels = [name for name in labels if lengths[name] <= LABEL_CHARACTERS]
     found: dict[str, Any] = {}
-    if labels and len(names) > 1:
-        label = min(
-            labels, key=lambda name: (name.lower() not in ("label", "class"), classes[name])
-        )
-        text = max((name for name in names if name != label), key=lengths.__getitem__)
+    if pair := text_and_label(records):
+        text, label = pair
         found["classification"] = {"text": text, "label": label}
     if len(names) > 1:
-        question, answer = question_and_answer(records[0])
+        question, answer = question_and_answer(records)
         found["instruct"] = {"instruction": question, "output": answer}
         found["completion"] = {"prompt": question, "completion": answer}
-    found["text"] = {"text": max(names, key=lengths.__getitem__)}
+    found["text"] = {"text": max(names, key=lambda name: length_of(records, name))}
     return found
-
-
-def _mean_length(records: Sequence[dict[str, Any]], name: str) -> float:
-    return mean(len(_shown(record.get(name, ""))) for record in records)
-
-
-def _classes(records: Sequence[dict[str, Any]], name: str) -> int:
-    """Count the different values of a column; 0 if one of them cannot be a label."""
-    keys = {label_key(record.get(name)) for record in records if record.get(name) not in (None, "")}
-    return 0 if None in keys else len(keys)

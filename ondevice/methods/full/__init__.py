@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, Classifies, Packs
+from ondevice.core.capabilities import AnyDecoder, Asked, Classifies, Packs, Refuses
 from ondevice.core.method import MemoryModel, MethodSpec, OpenSession, StepCost
 from ondevice.methods.full.config import FullConfig
+from ondevice.methods.precision import refuse_float16
 from ondevice.methods.step_model import backward_bytes, forward_flops, head_flops, loss_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ def step_cost(
     return StepCost(3 * forward + 4 * head, 3 * weight_bytes + update * weight_bytes)
 
 
+def refuse(asked: Asked[FullConfig]) -> None:
+    """See `Refuses`."""
+    if asked.dtype == "float16":
+        refuse_float16()
+
+
 METHOD = MethodSpec(
     name="full",
     config=FullConfig,
@@ -75,5 +82,5 @@ METHOD = MethodSpec(
     sessions={"torch": open_torch},
     memory=lambda: MemoryModel(memory),
     cost=lambda: step_cost,
-    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",))),
+    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",)), Refuses(refuse)),
 )

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, KnowsBlocks, Packs, Quantises, ReadsFiles
+from ondevice.core.capabilities import (
+    AnyDecoder,
+    KnowsBlocks,
+    Packs,
+    Quantises,
+    ReadsFiles,
+    Refuses,
+)
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession, metal
+from ondevice.methods.mesp.check import refuse
 from ondevice.methods.mesp.config import MespConfig
 
 if TYPE_CHECKING:
@@ -99,5 +107,6 @@ METHOD = MethodSpec(
         Packs(("torch",)),
         Quantises[MespConfig](lambda config: config.bits is not None),
         ReadsFiles[MespConfig](lambda config: config.weight_placement == "streamed"),
+        Refuses(refuse),
     ),
 )

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
+from ondevice.methods.mesp.check import IN_BLOCKS
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales
-from ondevice.methods.mesp.lora import IN_BLOCKS, FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import head_tile_rows
 from ondevice.methods.mesp.torch.model import factor
 from ondevice.methods.mesp.torch.stages import Block, Linear

@@ -7,16 +7,14 @@ PEFT's, for adapters and for checkpoints alike, so that a run may go on with ano
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.adapter_fit import check_fits
-from ondevice.core.dims import BlockTraits
-from ondevice.core.errors import CheckpointError, ModelError, TrainingError
-from ondevice.core.traits import check_traits
-from ondevice.models import families_with
+from ondevice.core.errors import CheckpointError, TrainingError
+from ondevice.methods.mesp.check import check_family
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -80,51 +78,6 @@ class LoraParameters:
         values = generator.normal(seed, self.number, A_TENSOR, 1, 0, self.inputs * ranks)[0]
         scale = np.float32(1.0 / np.sqrt(3.0 * self.inputs))
         return np.ascontiguousarray(values.reshape(self.inputs, ranks).T * scale, dtype=np.float32)
-
-
-EXPERTS = "experts"
-"""Listed with the traits: an MLP that is a mixture of experts."""
-IN_BLOCKS = tuple(field.name for field in fields(BlockTraits))
-"""Traits that block programs know: all, but no experts."""
-IN_TORCH = IN_MLX = (*IN_BLOCKS, EXPERTS)
-"""Traits that the stages in PyTorch and in MLX know."""
-
-
-def check_family(
-    dims: ModelDims,
-    known: Collection[str] = (),
-    what: str = "this form of mesp",
-    length_tokens: int | None = None,
-) -> None:
-    """Refuse what a hand-written backward pass does not know.
-
-    Args:
-        known: traits that this form of it does.
-
-    Raises:
-        ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is
-            not known.
-    """
-    if dims.whole:
-        raise dims.unknown(what)
-    if dims.experts and EXPERTS not in known:
-        raise ModelError(
-            f"a block of {dims.family} is a mixture of experts, which {what} does not do",
-            expected="one MLP for every token: a graph that is made before the tokens would compute all "
-            f"{dims.experts} experts for each of them",
-            received=dims.family,
-            hint="mesp trains it in PyTorch and MLX, and exports it to jetson with --quantize none",
-        )
-    if not dims.gated:
-        raise ModelError(
-            f"mesp has no backward pass for {dims.family}",
-            expected="RMS norms, rotary embedding, a gated MLP: "
-            + ", ".join(families_with("gate_proj")),
-            received=dims.family,
-            hint="--method lora trains an adapter by automatic differentiation",
-        )
-    if dims.traits != BlockTraits():
-        check_traits(dims, what, known, length_tokens)
 
 
 def lora_parameters(

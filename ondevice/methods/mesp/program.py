@@ -11,7 +11,7 @@ from ondevice.core.traits import beyond_llama
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS
-from ondevice.methods.mesp.lora import IN_BLOCKS, check_family
+from ondevice.methods.mesp.check import IN_BLOCKS, check_family
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -28,7 +28,7 @@ def problems(
         check_family(dims, known, "a block program", max(export.lengths_tokens))
         dims.adapted(config)
     except OndeviceError as error:
-        problems.append(str(error))
+        problems.append(error.reason)
     if export.quantize not in LINEAR_FORMS:
         problems.append(
             f"export.quantize is {export.quantize}: a mesp program has {' or '.join(LINEAR_FORMS)}"

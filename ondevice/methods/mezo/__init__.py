@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ondevice.core.capabilities import AnyDecoder, Classifies, Packs, Replays
+from ondevice.core.capabilities import AnyDecoder, Classifies, Packs, Refuses, Replays
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
 from ondevice.methods.mezo.config import MezoConfig
 
@@ -41,5 +41,11 @@ METHOD = MethodSpec(
     sessions={"torch": open_torch},
     memory=memory_model,
     cost=step_cost,
-    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",)), Replays()),
+    capabilities=(
+        AnyDecoder(),
+        Classifies(),
+        Packs(("torch",)),
+        Refuses[MezoConfig](lambda asked: asked.config.check_rows(asked.rows)),
+        Replays(),
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ondevice.core.config import AnswerLossConfig, LossOver
+from ondevice.core.errors import ConfigError
 from ondevice.core.flags import LEARNING_RATE, PERTURBATION_SCALE, QUERIES
 
 
@@ -41,3 +42,13 @@ class MezoConfig(AnswerLossConfig):
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse steps of fewer rows than `fresh_batches` cuts with ConfigError."""
+        if self.fresh_batches and rows < self.queries:
+            raise ConfigError(
+                "method.fresh_batches cuts a step's rows among its queries, and there are too few",
+                expected=f"train.batch_size of at least {self.queries} (without data.packing)",
+                received=rows,
+                hint="fewer queries, or fresh_batches off",
+            )

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.core.errors import ConfigError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
@@ -124,15 +123,9 @@ class MezoSession(model_loss.PlainEvaluation, PackingSession):
 
     def _losses_of(self, *arrays: np.ndarray) -> Callable[[int], float]:
         """Return the loss of a query's rows by its number: all, or its share of them."""
+        self.config.check_rows(len(arrays[0]))
         parts = self.config.queries if self.config.fresh_batches else 1
         each = []
-        if len(arrays[0]) < parts:
-            raise ConfigError(
-                "method.fresh_batches cuts a step's rows among its queries, and there are too few",
-                expected=f"train.batch_size of at least {parts} (without data.packing)",
-                received=len(arrays[0]),
-                hint="fewer queries, or fresh_batches off",
-            )
         for rows in zip(*(np.array_split(array, parts) for array in arrays), strict=True):
             each.append(
                 [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in rows]

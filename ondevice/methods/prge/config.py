@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ondevice.core.config import AnswerLossConfig, LossOver
+from ondevice.core.errors import ConfigError
 from ondevice.core.flags import (
     ALPHA,
     LEARNING_RATE,
@@ -147,7 +148,12 @@ class PrgeConfig(AnswerLossConfig):
 
     def for_training(self) -> Self:
         """Return the settings of a run that can compute a gradient: `auto` becomes what was found
-        best."""
+        best.
+
+        Raises:
+            ConfigError: settings of an exported program.
+        """
+        self.check_training()
         subspace = self.subspace
         optimizer = self.optimizer
         if subspace == "auto":
@@ -155,6 +161,15 @@ class PrgeConfig(AnswerLossConfig):
         if optimizer == "auto":
             optimizer = "adam" if subspace == "gradient" else "sgd"
         return self.model_copy(update={"subspace": subspace, "optimizer": optimizer})
+
+    def check_training(self) -> None:
+        """Refuse settings of an exported program with ConfigError."""
+        if self.factors is not None:
+            raise ConfigError(
+                "method.factors is for exported programs",
+                received=str(self.factors),
+                hint="a run in PyTorch takes its own subspace: --set method.subspace=gradient",
+            )
 
     def for_program(self) -> Self:
         """Return the settings of an exported program, which begins in `factors` if it has them."""

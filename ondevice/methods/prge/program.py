@@ -71,7 +71,7 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     try:
         check_traits(dims, "a program of prge's step", IN_PROGRAM, max(export.lengths_tokens))
     except ModelError as error:
-        problems.append(str(error))
+        problems.append(error.reason)
     if not (config.batch_signs and config.batch_queries):
         problems.append(
             "an exported step is one forward pass: leave batch_signs and batch_queries on"

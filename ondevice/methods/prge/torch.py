@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter, targets_of
-from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
+from ondevice.core.errors import CheckpointError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.cuda import CudaPrgeProgram
@@ -39,12 +39,7 @@ class PrgeSession(PackingSession):
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.loaded = loaded
         self.config = config
-        if config.factors is not None:
-            raise ConfigError(
-                "method.factors is for exported programs",
-                received=str(config.factors),
-                hint="a run in PyTorch takes its own subspace: --set method.subspace=gradient",
-            )
+        config.check_training()
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         noise = torch_ops.noise(config.noise)

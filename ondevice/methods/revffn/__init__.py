@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import OpensNetwork
+from ondevice.core.capabilities import OpensNetwork, Refuses
 from ondevice.core.method import MethodSpec, OpenSession
+from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.memory import MEMORY, step_cost
 
@@ -41,5 +42,10 @@ METHOD = MethodSpec(
     sessions={"torch": open_torch},
     memory=lambda: MEMORY,
     cost=lambda: step_cost,
-    capabilities=(OpensNetwork(open_network),),
+    capabilities=(
+        OpensNetwork(open_network),
+        Refuses[RevffnConfig](
+            lambda asked: check_family(asked.dims, asked.config.coupling == "paper")
+        ),
+    ),
 )

@@ -5,47 +5,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import write_tensors
-from ondevice.core.dims import BlockTraits
-from ondevice.core.errors import ModelError
-from ondevice.core.traits import check_traits
-from ondevice.models import families_with
 from ondevice.models.save import FILE_NAME, as_numpy, save_tokenizer
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible
-    from ondevice.models import Family, LoadedModel
+    from ondevice.models import LoadedModel
 
 MODELING = Path(__file__).with_name("modeling_revffn.py")
-
-
-KNOWN = tuple(field.name for field in fields(BlockTraits) if not field.name.endswith("_cap"))
-"""Traits that the modelling file computes, with queries, keys and values of one stream."""
-
-
-def check_family(family: Family, crossed: bool = False) -> None:
-    """Refuse a model whose training could not be kept.
-
-    Args:
-        crossed: queries are of another stream than keys and values (`coupling: paper`).
-
-    Raises:
-        ModelError: the modelling file does not know the family, or a trait of its blocks.
-    """
-    # The modelling file calls each block's norms, `self_attn` and `mlp`.
-    if family.linear_parents.get("o_proj") != "self_attn":
-        expected = ", ".join(families_with("o_proj"))
-        raise ModelError(
-            "revffn does not train this family", expected=expected, received=family.model_type
-        )
-    what = "method revffn"
-    if crossed:
-        what = "method revffn with coupling: paper"
-    check_traits(family.dims, what, ("windows",) if crossed else KNOWN)
 
 
 def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> None:

@@ -16,8 +16,9 @@ from ondevice.core.errors import CheckpointError, ModelError
 from ondevice.core.session import OpenedNetwork, Session, StepResult
 from ondevice.core.untrusted import read_header, read_object, well_formed
 from ondevice.methods.model_loss import ModelSession
+from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
-from ondevice.methods.revffn.export import check_family, save_reversible
+from ondevice.methods.revffn.export import save_reversible
 from ondevice.methods.revffn.passes import Passes
 from ondevice.methods.revffn.reversible import Gradients, Reversible
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
@@ -45,7 +46,7 @@ class RevffnSession(Session):
     """Training of all parameters by a backward pass through reversible blocks; see `Session`."""
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
-        check_family(loaded.family, config.coupling == "paper")
+        check_family(loaded.dims, config.coupling == "paper")
         self.loaded = loaded
         self.family = loaded.family
         self.config = config

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.core.capabilities import Classifies, DecidesFromMemory, Offloads, OwnPrecision, Ranked
+from ondevice.core.capabilities import (
+    Classifies,
+    DecidesFromMemory,
+    Offloads,
+    OwnPrecision,
+    Ranked,
+    Refuses,
+)
 from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.slideformer.auto import lanes, resolve_request
 from ondevice.methods.slideformer.config import SlideformerConfig
@@ -46,6 +53,7 @@ METHOD = MethodSpec(
         DecidesFromMemory(resolve),
         Classifies(),
         Ranked(),
+        Refuses[SlideformerConfig](lambda asked: asked.config.check_training()),
         OwnPrecision("compute"),
     ),
 )

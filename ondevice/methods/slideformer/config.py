@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from ondevice.core.errors import ConfigError
 from ondevice.core.flags import LEARNING_RATE
 from ondevice.offload.config import EngineConfig
 
@@ -129,3 +130,19 @@ class SlideformerConfig(EngineConfig):
         if self.disk_fraction > 0:
             return self.disk_folder or Path(tempfile.gettempdir())
         return None
+
+    def check_training(self) -> None:
+        """Refuse settings that exclude each other, `auto` decided, with ConfigError."""
+        kept = self.kept_layers or self.keeps_tables
+        if kept and self.max_grad_norm is not None and self.clip == "global":
+            raise ConfigError(
+                "resident units are updated at once, before a global norm is known",
+                expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",
+                received=f"resident_layers: {self.kept_layers}, resident_tables: {self.keeps_tables}",
+            )
+        if self.disk_masters and not self.disk_fraction:
+            raise ConfigError(
+                "masters go to the disk with the moments of their layers, but no moments do",
+                expected="disk_fraction above 0, or disk_masters: false",
+                received="disk_masters: true, disk_fraction: 0",
+            )

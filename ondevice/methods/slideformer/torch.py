@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ondevice.artifact.together import make, write_parts
-from ondevice.core.errors import ConfigError, StorageError
+from ondevice.core.errors import StorageError
 from ondevice.core.session import OPTIMIZER_STEP, HoldsState
 from ondevice.methods import ranked_session
 from ondevice.methods.slideformer.disk import Disk, open_disk
@@ -60,7 +60,7 @@ class SlideformerEngine(OffloadEngine):
     def __init__(
         self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE
     ) -> None:
-        _check(config)
+        config.check_training()
         super().__init__(family, config, device, ranks)
         self.last: Task | None = None
         self.disk: Disk | None = None
@@ -168,26 +168,6 @@ class SlideformerEngine(OffloadEngine):
             self.last.wait()
             self.last = None
         return super()._open(step)
-
-
-def _check(config: SlideformerConfig) -> None:
-    """Settings that exclude each other."""
-    if (
-        (config.kept_layers or config.keeps_tables)
-        and config.max_grad_norm is not None
-        and config.clip == "global"
-    ):
-        raise ConfigError(
-            "resident units are updated at once, before a global norm is known",
-            expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",
-            received=f"resident_layers: {config.kept_layers}, resident_tables: {config.keeps_tables}",
-        )
-    if config.disk_masters and not config.disk_fraction:
-        raise ConfigError(
-            "masters go to the disk with the moments of their layers, but no moments do",
-            expected="disk_fraction above 0, or disk_masters: false",
-            received="disk_masters: true, disk_fraction: 0",
-        )
 
 
 WINDOW_HINT = "method.window: 2, method.loss_tiles: 4; `ondevice plan` lists what each part needs"

@@ -21,8 +21,9 @@ from ondevice.core.manifest import Manifest, ProgramMethod, TensorPort
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
+from ondevice.methods.mesp.check import IN_MLX, check_family, check_mlx_settings
 from ondevice.methods.mesp.config import MespConfig
-from ondevice.methods.mesp.lora import IN_MLX, check_family, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx.instructions import (
     ANY_LENGTH,
     BY_LENGTH,
@@ -31,7 +32,7 @@ from ondevice.methods.mesp.mlx.instructions import (
     update,
 )
 from ondevice.methods.mesp.mlx.model import Functions, Model
-from ondevice.methods.mesp.mlx.session import MlxSession, Optimizer, check_config, settings_of
+from ondevice.methods.mesp.mlx.session import MlxSession, Optimizer, settings_of
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
 from ondevice.methods.mesp.mlx.weights import (
     Source,
@@ -237,7 +238,7 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
     if config.micro_batch_size is not None:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
-        check_config(config)
+        check_mlx_settings(config)
         check_family(files.dims, IN_MLX, "mesp in MLX")
         settings_of(files, config)
     return problems

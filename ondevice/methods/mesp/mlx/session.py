@@ -13,9 +13,9 @@ from ondevice.artifact.adapter import Adapter
 from ondevice.core.dims import MoeDims
 from ondevice.core.errors import CheckpointError, ConfigError, ModelError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
+from ondevice.methods.mesp.check import IN_MLX, check_mlx_experts, check_mlx_settings
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.mesp.lora import (
-    IN_MLX,
     LoraParameters,
     check_adapter,
     check_not_partially_updated,
@@ -246,7 +246,7 @@ def open_session(
         ModelError: the files are damaged, or the rotary embedding is of another kind.
         StorageError: no space for the files of streamed weights.
     """
-    check_config(config)
+    check_mlx_settings(config)
     parameters = lora_parameters(files.dims, files.family, config, IN_MLX, "mesp in MLX")
     settings = settings_of(files, config)
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
@@ -254,25 +254,6 @@ def open_session(
     session = MlxSession(model, parameters, config, files.source.source)
     session._load_tensors(initial_tensors(parameters, seed))
     return session
-
-
-def check_config(config: MespConfig) -> None:
-    """Refuse settings that are for torch.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    only = {"activations": "device", "kernels": "auto", "mlp_chunk_tokens": None, "answers": ()}
-    for name, expected in only.items():
-        received = getattr(config, name)
-        hint = "leave it out"
-        if received == expected:
-            continue
-        if name == "mlp_chunk_tokens":
-            hint = "method.mlp_tiles makes the MLP's part smaller"
-        raise ConfigError(
-            f"method.{name}: {received} is for torch", expected=f"{expected} with MLX", hint=hint
-        )
 
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
@@ -317,24 +298,10 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     dims = files.dims
     if not isinstance(dims, MoeDims):
         return {}
-    if any(linear.experts > 1 for linear in dims.adapted(config)):
-        raise ConfigError(
-            "mesp in MLX has no adapters on the matrices of experts",
-            expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
-            received=", ".join(config.target_modules),
-            hint="--backend torch does",
-        )
-    mixture = f"{files.source.source} is a mixture of experts"
-    if dims.dense_layers:
-        raise ModelError(
-            f"{mixture}, and MLX runs every block by one list of stages",
-            expected="experts in every block",
-            received=f"none in layers {', '.join(map(str, dims.dense_layers))}",
-            hint="--backend torch",
-        )
+    check_mlx_experts(dims, config, files.source.source)
     if files.packed:
         raise ModelError(
-            f"{mixture} that is packed already",
+            f"{files.source.source} is a mixture of experts that is packed already",
             expected="its published weights, with method.bits: 4",
             received="packed weights",
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from ondevice.core.errors import ConfigError
+from ondevice.methods.mesp.check import check_plain
 from ondevice.methods.mesp.lora import LoraParameters
 from ondevice.methods.model_loss import method_token_nll, row_nll
 from ondevice.models.families.any_dims import find_blocks
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.model import Optimizer
     from ondevice.models import LoadedModel
 
-PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
-         "mlp_chunk_tokens": None}  # fmt: skip
-"""Settings of the hand-written backward pass."""
-
 
 def checkpointed_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[LoraParameters, ...]:
     """List the parameters of a run over blocks that are not known.
@@ -43,13 +39,7 @@ def checkpointed_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[Lo
         ConfigError: a setting that only the hand-written backward pass has.
         ModelError: no layer has one of the names, or the model never calls one of them.
     """
-    for name, value in PLAIN.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"method.{name} needs a known block; {loaded.dims.family}'s are not",
-                expected=f"method.{name}: {value or 'null'}",
-                received=getattr(config, name),
-            )
+    check_plain(loaded.dims, config)
     listed = [
         LoraParameters(one.layer, one.target, loaded.family.linear_name(one.layer, one.target), number, config.rank,
                        one.inputs, one.outputs, one.experts)

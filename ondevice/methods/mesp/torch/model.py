@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ondevice.core.dims import EXPERTS
-from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.errors import CheckpointError
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
+from ondevice.methods.mesp.check import check_resident
 from ondevice.methods.mesp.lora import LoraParameters, check_state, initial_tensors
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
 from ondevice.methods.mesp.torch.kernels import Matrix, Position, choose
@@ -114,13 +115,7 @@ class Resident:
 
     def __init__(self, loaded: LoadedModel, device: torch.device, bits: int | None = None) -> None:
         family: Family = loaded.family
-        if bits and device.type != "cuda":
-            raise ConfigError(
-                "method.bits: 4 needs a GPU in torch",
-                expected="--backend mlx, or model.device: cuda",
-                received=str(device),
-                hint="weight_placement: streamed needs less memory still",
-            )
+        check_resident(str(device), bits)
         self.dims = loaded.dims
         self.device = device
         self.vocab = loaded.dims.vocab

@@ -12,8 +12,8 @@ from torch import Tensor
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import PackingSession, StepResult
+from ondevice.methods.mesp.check import IN_TORCH
 from ondevice.methods.mesp.lora import (
-    IN_TORCH,
     check_adapter,
     check_not_partially_updated,
     lora_parameters,

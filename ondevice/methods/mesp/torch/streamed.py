@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_header
+from ondevice.methods.mesp.check import check_streamed
 from ondevice.methods.mesp.torch.model import Dense, Frozen, Positions, by_layer, factor, scaled
 
 if TYPE_CHECKING:
@@ -98,21 +99,7 @@ class Streamed:
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, bits: int | None = None) -> None:
-        if bits:
-            raise ConfigError(
-                "torch streams weights as the files have them",
-                expected="method.bits: null with method.weight_placement: streamed",
-                received="method.bits: 4",
-                hint="--backend mlx streams 4-bit weights",
-            )
-        if files.dims.experts:
-            raise ModelError(
-                f"{files.folder}: a mixture of experts is not streamed",
-                expected="method.weight_placement: resident",
-                received="method.weight_placement: streamed",
-                hint="the router chooses experts too late to read them; "
-                "model.dtype: bfloat16 halves the weights",
-            )
+        check_streamed(files.dims, bits, str(files.folder))
         self.dims = files.dims
         self.device = device
         self.vocab = files.dims.vocab

@@ -1,0 +1,168 @@
+"""What MeSP refuses before a weight is loaded: blocks that its passes do not know, settings of another backend."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from ondevice.core.dims import BlockTraits, MoeDims
+from ondevice.core.errors import ConfigError, ModelError, Need
+from ondevice.core.traits import check_traits
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from ondevice.core.capabilities import Asked
+    from ondevice.core.dims import ModelDims
+    from ondevice.methods.mesp.config import MespConfig
+
+PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
+         "mlp_chunk_tokens": None}  # fmt: skip
+"""Settings of the hand-written backward pass."""
+EXPERTS = "experts"
+"""Listed with the traits: an MLP that is a mixture of experts."""
+IN_BLOCKS = tuple(field.name for field in fields(BlockTraits))
+"""Traits that block programs know: all, but no experts."""
+IN_TORCH = IN_MLX = (*IN_BLOCKS, EXPERTS)
+"""Traits that the stages in PyTorch and in MLX know."""
+
+
+def check_family(
+    dims: ModelDims,
+    known: Collection[str] = (),
+    what: str = "this form of mesp",
+    length_tokens: int | None = None,
+) -> None:
+    """Refuse what a hand-written backward pass does not know.
+
+    Args:
+        known: traits that this form of it does.
+
+    Raises:
+        ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is
+            not known.
+    """
+    if dims.whole:
+        raise dims.unknown(what)
+    if dims.experts and EXPERTS not in known:
+        raise ModelError(
+            f"a block of {dims.family} is a mixture of experts, which {what} does not do",
+            expected="one MLP for every token: a graph that is made before the tokens would compute all "
+            f"{dims.experts} experts for each of them",
+            received=dims.family,
+            hint="--target jetson --quantize none takes it, and `ondevice train` does",
+        )
+    if not dims.gated:
+        raise ModelError(
+            f"mesp has no backward pass for {dims.family}",
+            expected="RMS norms, rotary embedding, a gated MLP, as Llama has",
+            received=dims.family,
+            needs=Need.ANY_DECODER,
+        )
+    if dims.traits != BlockTraits():
+        check_traits(dims, what, known, length_tokens)
+
+
+def check_plain(dims: ModelDims, config: MespConfig) -> None:
+    """Refuse settings that only the hand-written backward pass has, for blocks that are not known."""
+    for name, value in PLAIN.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"method.{name} needs a known block; {dims.family}'s are not",
+                expected=f"method.{name}: {value or 'null'}",
+                received=getattr(config, name),
+            )
+
+
+def check_resident(device: str, bits: int | None) -> None:
+    """Refuse packed weights in torch without a GPU."""
+    if bits and not device.startswith("cuda"):
+        raise ConfigError(
+            "method.bits: 4 needs a GPU in torch",
+            expected="--backend mlx, or model.device: cuda",
+            received=device,
+            hint="--set method.weight_placement=streamed --set method.bits=null needs less memory still",
+        )
+
+
+def check_streamed(dims: ModelDims, bits: int | None, model: str) -> None:
+    """Refuse weights that torch cannot stream from the files of `model`."""
+    if bits:
+        raise ConfigError(
+            "torch streams weights as the files have them",
+            expected="method.bits: null with method.weight_placement: streamed",
+            received="method.bits: 4",
+            hint="--backend mlx streams 4-bit weights",
+        )
+    if dims.experts:
+        raise ModelError(
+            f"{model}: a mixture of experts is not streamed",
+            expected="method.weight_placement: resident",
+            received="method.weight_placement: streamed",
+            hint="the router chooses experts too late to read them; "
+            "model.dtype: bfloat16 halves the weights",
+        )
+
+
+def check_mlx_settings(config: MespConfig) -> None:
+    """Refuse settings that are for torch.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    only = {"activations": "device", "kernels": "auto", "mlp_chunk_tokens": None, "answers": ()}
+    for name, expected in only.items():
+        received = getattr(config, name)
+        hint = "leave it out"
+        if received == expected:
+            continue
+        if name == "mlp_chunk_tokens":
+            hint = "method.mlp_tiles makes the MLP's part smaller"
+        raise ConfigError(
+            f"method.{name}: {received} is for torch", expected=f"{expected} with MLX", hint=hint
+        )
+
+
+def check_mlx_experts(dims: ModelDims, config: MespConfig, model: str) -> None:
+    """Refuse a mixture of experts that MLX cannot run.
+
+    Raises:
+        ConfigError: an adapter on experts.
+        ModelError: blocks that have no experts among others.
+    """
+    if not isinstance(dims, MoeDims):
+        return
+    if any(linear.experts > 1 for linear in dims.adapted(config)):
+        raise ConfigError(
+            "mesp in MLX has no adapters on the matrices of experts",
+            expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
+            received=", ".join(config.target_modules),
+            hint="--backend torch does",
+        )
+    if dims.dense_layers:
+        raise ModelError(
+            f"{model} is a mixture of experts, and MLX runs every block by one list of stages",
+            expected="experts in every block",
+            received=f"none in layers {', '.join(map(str, dims.dense_layers))}",
+            hint="--backend torch",
+        )
+
+
+def refuse(asked: Asked[MespConfig]) -> None:
+    """See `capabilities.Refuses`."""
+    dims = asked.dims
+    config = asked.config
+    if asked.backend == "mlx":
+        check_mlx_settings(config)
+        if dims.whole:
+            raise dims.unknown("mesp in MLX")
+        check_family(dims, IN_MLX, "mesp in MLX")
+        check_mlx_experts(dims, config, asked.model)
+    elif dims.whole:
+        check_plain(dims, config)
+    else:
+        check_family(dims, IN_TORCH, "mesp")
+        if config.weight_placement == "streamed":
+            check_streamed(dims, config.bits, asked.model)
+        else:
+            check_resident(asked.device, config.bits)
