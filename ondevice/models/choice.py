@@ -3,7 +3,7 @@ program."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.core.capabilities import AnyDecoder, Asked, Classifies, KnowsBlocks
 from ondevice.core.errors import OndeviceError
@@ -12,7 +12,6 @@ from ondevice.models.load import read_dims
 from ondevice.models.open import check_has_files
 
 if TYPE_CHECKING:
-    from ondevice.api.runfile import RunConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import MethodSpec
 
@@ -50,8 +49,8 @@ def choose_method(
     return chosen.name, f"method {chosen.name}: {chosen.summary}{more}"
 
 
-def trains(spec: MethodSpec, config: RunConfig) -> bool:
-    """Return True if a run of `config` with this method's own settings instead would not be refused."""
+def trains(spec: MethodSpec, config: Any) -> bool:
+    """Return True if the run `config`, with this method's own settings instead, would not be refused."""
     backend = config.train.backend
     if backend == "auto":
         backend = "torch"
