@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import load_adapter
-from ondevice.artifact.files import atomic_directory, atomic_file
+from ondevice.artifact.files import atomic_directory, atomic_file, storage_errors
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import (
     ArtifactError,
@@ -125,7 +125,8 @@ def convert(
     request = Request(adapter, folder, asked, revision, dtype, target, task)
     report = ConvertReport(str(target), form.name, form.reader, str(folder), asked, dtype or None,
                            adapter.rank, adapter.alpha, len(adapter.linears), 0)  # fmt: skip
-    _check_form(form, request)
+    with storage_errors(target):  # llama.cpp is asked by a file in the temporary folder
+        _check_form(form, request)
     if dry_run:
         return report
     _log.info("writing %s for %s", target, form.reader)
