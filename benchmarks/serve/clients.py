@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-STUCK_S = 120.0
+STUCK_S = 300.0
 STALL_S = 25.0
 """Seconds that a stalling client takes nothing; the server cuts it sooner."""
 WAYS = (

@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks.common import finish, median, parse_args
 from benchmarks.serve.clients import complete, get, request, storm
+from ondevice.models import load_model, save_tiny
 
 NEEDS = ("torch", "fastapi", "uvicorn")
 CONTROL = ("/v1/health", "/v1/jobs?limit=100", "/v1/system", "/v1/datasets", "/v1/models")
@@ -35,6 +36,8 @@ COLUMNS = [
     {"key": "goal", "title": "Goal"},
 ]
 WAITING = 200
+STORMED = "small"
+"""The model of the storm, of one layer: it is about the requests."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +55,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def save_model(folder: Path, args: argparse.Namespace) -> None:
     """Write a random Llama."""
-    from ondevice.models import load_model, save_tiny
-
     heads = max(1, args.hidden // 64)
     save_tiny(
         folder, "llama", layers=args.layers, hidden=args.hidden, heads=heads, kv_heads=heads,
@@ -169,7 +170,7 @@ async def storms(address: str, model: str, daemon: psutil.Process, count: int) -
             process.kill()
         return process is not None
 
-    outcomes, longest = await storm(address, model, count, 64, kill=kill, kills=count // 100)
+    outcomes, longest = await storm(address, model, count, 64, kill=kill, kills=count // 200)
     await idle(address)
     rows = [
         {"figure": f"requests of the storm: {name}", "value": outcomes[name]}
@@ -228,7 +229,7 @@ async def measure(
     rows.append({"figure": "control routes, slowest (ms)", "clients": WAITING, "value": max(times)})
     for row in rows[len(args.clients) :]:
         print(row, flush=True)
-    rows += await storms(address, model, daemon, args.requests)
+    rows += await storms(address, STORMED, daemon, args.requests)
     return rows
 
 
@@ -240,6 +241,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         model = args.model or "random"
+        save_tiny(store / "models" / STORMED, layers=1, max_positions=65_536)
         if args.model is None:
             save_model(store / "models" / model, args)
         command = [sys.executable, "-m", "ondevice", "serve", "--store", str(store)]
