@@ -127,17 +127,17 @@ class Work:
         return [label_texts(row) for row in self.record.prompt_rows(source, "rows").items]
 
 
-def by_eval(work: Work) -> tuple[Labels, dict[str, Any], list[float]]:
-    """Return labels, figures, and the margin of each row."""
+def by_eval(work: Work) -> tuple[Labels, list[float]]:
+    """Return the labels, and the margin of each row."""
     path = work.folder / "eval.jsonl"
-    figures = ondevice("eval", work.run, "--data", work.held_out, "--predictions", path,
+    ondevice("eval", work.run, "--data", work.held_out, "--predictions", path,
                        "--quiet")  # fmt: skip
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     margins = []
     for row in rows:
         shares = sorted(row["probabilities"].values(), reverse=True)
         margins.append(log(shares[0]) - log(max(shares[1], 1e-300)))
-    return [row["prediction"] for row in rows], figures, margins
+    return [row["prediction"] for row in rows], margins
 
 
 def by_predict(work: Work, source: Path | None = None) -> Labels:
@@ -215,11 +215,24 @@ TITLES = {
 }
 
 
+def kept(
+    work: Work, name: str, ask: Callable[[Work], tuple[Labels, list[float]]]
+) -> tuple[Labels, list[float], float]:
+    """Return what `ask` gives and its seconds; an answer that is in the work's folder is not asked
+    for again."""
+    path = work.folder / f"labels-{name}.json"
+    if not path.exists():
+        began = time.perf_counter()
+        labels, margins = ask(work)
+        path.write_text(json.dumps([labels, margins, time.perf_counter() - began]))
+    labels, margins, seconds_s = json.loads(path.read_text())
+    return labels, margins, seconds_s
+
+
 def compare(work: Work, names: list[str]) -> list[dict[str, Any]]:
     """Train, and return a row for each way out."""
     work.make()
-    began = time.perf_counter()
-    expected, figures, margins = by_eval(work)
+    expected, margins, seconds_s = kept(work, "eval", by_eval)
     right = work.record.answers(list(read_records(work.held_out).records))
     gold = [right[number] for number in range(1, len(expected) + 1)]
 
@@ -235,11 +248,11 @@ def compare(work: Work, names: list[str]) -> list[dict[str, Any]]:
             "row_s": seconds_s / len(labels),
         }
 
-    rows = [line("`ondevice eval`", expected, time.perf_counter() - began)]
-    print(rows[-1], figures.get("accuracy"), flush=True)
+    rows = [line("`ondevice eval`", expected, seconds_s)]
+    print(rows[-1], flush=True)
     for name in names:
-        began = time.perf_counter()
-        rows.append(line(name, EXITS[name](work), time.perf_counter() - began))
+        labels, _, seconds_s = kept(work, name, lambda work, name=name: (EXITS[name](work), []))
+        rows.append(line(name, labels, seconds_s))
         print(rows[-1], flush=True)
     return rows
 

@@ -44,7 +44,7 @@ def test_a_label_that_differs_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     work = labels.Work(tmp_path, "tickets", args)
     monkeypatch.setattr(work, "make", lambda: None)
     wanted = ["a", "b", "a", "b", "a", "b"]
-    monkeypatch.setattr(labels, "by_eval", lambda work: (wanted, {}, [1.0, 0.5, 2.0, 3.0, 4.0, 5]))
+    monkeypatch.setattr(labels, "by_eval", lambda work: (wanted, [1.0, 0.5, 2.0, 3.0, 4.0, 5]))
     monkeypatch.setattr(labels.Work, "record", property(lambda self: _Answers()))
     monkeypatch.setitem(labels.EXITS, "predict", lambda work: ["a", "a", "b", "b", "a", "b"])
     row = labels.compare(work, ["predict"])[1]
