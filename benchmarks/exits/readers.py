@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import signal
@@ -83,8 +84,7 @@ class LlamaCpp:
     """A GGUF file in llama.cpp (`xllamacpp`) with its own settings, on the CPU."""
 
     def __init__(self, path: Path, context_tokens: int = 512) -> None:
-        import xllamacpp
-
+        xllamacpp: Any = importlib.import_module("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = context_tokens

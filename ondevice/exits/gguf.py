@@ -280,7 +280,9 @@ def _check_stored(
     stored = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
     wrong = sorted(stored.keys() ^ plan.keys())
     wrong += [
-        name for name, value in divisors.items() if not np.array_equal(stored.get(name), value)
+        name
+        for name, value in divisors.items()
+        if name in stored and not np.array_equal(stored[name], value)
     ]
     if wrong:
         raise VerificationError(

@@ -106,8 +106,8 @@ def _expected(
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             stored = file.get_tensor(name)
-            value = values.get(name, stored)
-            wanted = stored.dtype
+            value: Tensor = values.get(name, stored)
+            wanted: torch.dtype = stored.dtype
             if dtype is not None and stored.is_floating_point():
                 wanted = getattr(torch, dtype)
             yield name, value.to(wanted).contiguous()

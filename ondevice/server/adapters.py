@@ -68,9 +68,13 @@ def insert_adapter(
 ) -> None:
     """Insert the row of an adapter whose files are in the store, inside a transaction.
 
-    `model` is the job's name of the base model; the adapter's files may name a folder instead."""
+    `model` is the job's name of the base model; without one it is the name in the adapter's record,
+    as PEFT's configuration may name a folder of another machine."""
     folder = store.path("adapters", name)
     adapter = load_adapter(folder)
+    record = read_trained_task(folder)
+    if model is None and record is not None:
+        model = record.base_model.source
     size = sum(path.stat().st_size for path in folder.iterdir())
     store.connection.execute(
         "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -64,3 +64,23 @@ def test_a_modelfiles_template_is_rendered_as_the_models_own(text: str) -> None:
     for messages in (MESSAGES, [{"role": "system", "content": "Be brief"}, *MESSAGES]):
         expected = tokenizer.apply_chat_template(messages, False, True)
         assert by_heart.rendered(found.go(), messages) == expected
+
+
+LINEARS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
+@pytest.mark.parametrize("name", ["completion", "chat"])
+def test_rows_learned_by_heart_come_back_through_every_reader(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer, its framing and its end: a tiny model that has seen nothing else."""
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setattr(by_heart, "ondevice", here)
+    sizes = {"hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    model = save_tiny(tmp_path / "model", "llama", vocab=288, layers=2, **sizes)
+    work = by_heart.Work(tmp_path, name, argparse.Namespace(model=str(model), rows=4))
+    here("train", model, "--data", work.path, "--out", work.run, "--method", "lora", "--rank", 16,
+         "--target-modules", LINEARS, "--steps", 500, "--learning-rate", 0.01, "--schedule",
+         "cosine", "--batch-size", 4, "--quiet")  # fmt: skip
+    for row in by_heart.ask(work, ["predict", "chat", "ollama"]):
+        assert row["right"] == row["rows"] == 4, row

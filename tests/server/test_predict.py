@@ -37,6 +37,17 @@ def test_an_adapter_keeps_its_task_in_the_store_its_download_and_an_upload(
     assert TASK_NAME in caught.value.message
 
 
+def test_an_adapter_of_another_machine_finds_its_base_by_its_record(served, tmp_path: Path) -> None:
+    """PEFT's configuration names a folder that is not here; the record names the model."""
+    served.client.download_adapter(served.job["id"], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "base_model_name_or_path": "/another/machine/model"}
+    path.write_text(json.dumps(config))
+    uploaded = served.client.upload("adapter", tmp_path / "adapter")["id"]
+    expected = served.client.predict(served.job["id"], ["a1", "b2"])
+    assert served.client.predict(uploaded, ["a1", "b2"])["data"] == expected["data"]
+
+
 def test_rows_are_answered_as_the_command_answers_them(served) -> None:
     """Texts and objects alike, to the last digits, and compared with labels if they have them."""
     name = served.job["id"]
