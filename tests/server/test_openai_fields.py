@@ -18,7 +18,7 @@ from ondevice.server.engine.complete import LEAST  # noqa: E402
 from ondevice.server.openai_answers import Built  # noqa: E402
 from ondevice.server.openai_requests import _REFUSED, TextRequest  # noqa: E402
 from tests.server.asked import Asked  # noqa: E402
-from tests.server.running import DaemonProcess  # noqa: E402
+from tests.server.running import DaemonProcess, wait_for  # noqa: E402
 from tests.trained_tokenizers import sentencepiece  # noqa: E402
 
 MODEL = "tiny:llama"
@@ -216,6 +216,25 @@ def test_every_refusal_has_the_form_of_openai(served, verb, path, body, status, 
     error = answer.json()["error"]
     assert {"message", "type", "param", "code"} <= error.keys() and error["message"]
     assert error["type"] == "invalid_request_error" and error["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_wrong_prompt_refuses_the_request_and_leaves_nothing_running(
+    served, client, stream
+) -> None:
+    """The other prompts would take minutes."""
+    asked = {"prompt": [[65], [999_999], *[[65]] * 120], "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(openai.APIError) as caught:
+        for _ in say(client, **asked, stream=stream):
+            pass
+    assert "prompt" in str(caught.value)
+    wait_for(lambda: not any(figures(served)), "the model is free", 20.0)
+
+
+def figures(served: Any) -> tuple[int, int]:
+    """Requests to the model that wait and run."""
+    found = served.client.ask("GET", "/v1/metrics")["answers"]
+    return found["waiting"], found["running"]
 
 
 def test_a_full_queue_is_refused_in_the_form_of_openai(served) -> None:

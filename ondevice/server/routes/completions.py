@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio import Future
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -101,31 +101,45 @@ async def _answer(
     if not body.stream:
         return await while_connected(request, answers, _whole(built, answers))
     begun = [asyncio.ensure_future(answer.next()) for answer in answers]
-    # A refusal has its own status if it comes early; later it is an event.
-    await while_connected(
-        request,
-        answers,
-        asyncio.wait(begun, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED),
-    )
-    for one in begun:
-        if one.done():
-            one.result()
+    waiting = asyncio.wait(begun, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        # A refusal has its own status if it comes early; later it is an event.
+        await while_connected(request, answers, waiting)
+        for one in begun:
+            if one.done():
+                one.result()
+    except BaseException:
+        for answer, one in zip(answers, begun, strict=True):
+            answer.cancel()
+            one.cancel()
+        raise
     usage = body.stream_options is not None and body.stream_options.include_usage
     return Events(answers, _events(built, answers, begun, usage))
 
 
 async def _whole(built: Built, answers: list[Answer]) -> Response:
-    choices = []
-    for index, answer in enumerate(answers):
+    async def read(index: int, answer: Answer) -> dict[str, Any]:
         first = await answer.next()
         parts = [part async for part in answer]
         built.count(index, first, answer.value)
-        choices.append(built.choice(index, first, parts, answer.value))
+        return built.choice(index, first, parts, answer.value)
+
+    choices = await _together(read(*each) for each in enumerate(answers))
     return json_response(200, built.whole(choices))
 
 
+async def _together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Wait for all; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def _events(
-    built: Built, answers: list[Answer], begun: list[Future[Any]], usage: bool
+    built: Built, answers: list[Answer], begun: Sequence[Future[Any]], usage: bool
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: the pieces of all choices, as they come."""
     pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -139,13 +153,8 @@ async def _events(
         built.count(index, first, answer.value)
         pieces.put_nowait(built.last(index, answer.value))
 
-    async def read_all() -> None:
-        try:
-            await asyncio.gather(*(read(index, answer) for index, answer in enumerate(answers)))
-        finally:
-            pieces.put_nowait(None)
-
-    reading = asyncio.ensure_future(read_all())
+    reading = asyncio.ensure_future(_together(read(*each) for each in enumerate(answers)))
+    reading.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         while (piece := await pieces.get()) is not None:
             yield _event(piece)
