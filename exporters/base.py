@@ -21,7 +21,8 @@ from ondevice.core.registry import spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
 from ondevice.core.version import own_version
-from ondevice.data.tasks.trained import TASK_NAME, BaseModel, for_hosts, to_text
+from ondevice.data.tasks.record import BaseModel
+from ondevice.data.tasks.trained import TASK_NAME, for_hosts, to_text
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims

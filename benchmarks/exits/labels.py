@@ -29,7 +29,8 @@ from benchmarks.common import finish, parse_args
 from benchmarks.exits.readers import LlamaCpp, Scorer, daemon, ondevice, transformers_scorer
 from benchmarks.training.evaluation import TICKETS
 from ondevice.data.readers.files import read_records
-from ondevice.data.tasks.trained import TrainedTask, label_texts, read_trained_task
+from ondevice.data.tasks.prompts import label_texts
+from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.models import read_dims
 
 NEEDS = ("executorch", "xllamacpp")

@@ -20,8 +20,8 @@ from ondevice.data.examples import refuse_preferences
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.reading import as_rows
+from ondevice.data.tasks.prompts import label_texts
 from ondevice.data.tasks.scoring import softmax
-from ondevice.data.tasks.trained import label_texts
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -9,7 +10,7 @@ from ondevice.api.inputs import Rows, read_inputs
 from ondevice.core.config import StrictConfig
 from ondevice.core.registry import naming_methods
 from ondevice.planning.devices import place
-from ondevice.planning.estimate import Plan, plan_run
+from ondevice.planning.estimate import Plan, fits_here, plan_run
 from ondevice.planning.estimate import plan as plan_sizes
 from ondevice.training.length import with_length_of
 
@@ -92,6 +93,6 @@ def plan(
         taken,
         inputs.eval_rows,
         loaded,
-        fits=lambda measured: plan_run(measured, placement, dims).fits,
+        fits=partial(fits_here, placement=placement, dims=dims),
     )
     return plan_run(run, placement, dims)

@@ -27,8 +27,9 @@ from ondevice.data.examples import Dataset, Item
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, take_rows
 from ondevice.data.readers.source import Record, Source
+from ondevice.data.tasks.prompts import label_texts
 from ondevice.data.tasks.scoring import expected_value, first_line, softmax
-from ondevice.data.tasks.trained import TrainedTask, label_texts, named_task_only
+from ondevice.data.tasks.trained import TrainedTask, named_task_only
 from ondevice.exporters.executorch.packed import PackedScores
 from ondevice.generation.generator import Generator, generator_of
 from ondevice.training.evaluate import evaluate_dataset

@@ -25,7 +25,7 @@ from ondevice.nn.adapters import has_adapter
 from ondevice.planning.advice import measure
 from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.devices import place
-from ondevice.planning.estimate import plan_run
+from ondevice.planning.estimate import fits_here, plan_run
 from ondevice.planning.fits import ensure_fits, memory_limit
 from ondevice.planning.precision import with_precision
 from ondevice.training import choices
@@ -253,7 +253,7 @@ def _decide(config: RunConfig, options: Options) -> Decided:
             options.eval_rows,
             loaded,
             date_of(decided),
-            lambda measured: plan_run(measured, placement, dims).fits,
+            partial(fits_here, placement=placement, dims=dims),
         )
         decided[LENGTH] = config.data.max_length_tokens
     if config.chosen:

@@ -61,11 +61,8 @@ def plan(
     if rows.path is not None and rows.max_length_tokens is None and not exported:
         from ondevice.training.length import with_length
 
-        def fits_here(run: RunConfig) -> bool:
-            return estimate.plan_run(run, devices.place(run)).fits
-
         run_config.check_data()
-        fits = fits_here if device == "this" else None
+        fits = estimate.fits_here if device == "this" else None
         run_config, notes = with_length(run_config, fits=fits)
         for note in notes:
             err.print(note, markup=False)

@@ -13,7 +13,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
-from ondevice.planning.devices import Device, find_device
+from ondevice.planning.devices import Device, find_device, place
 from ondevice.planning.request import Request, StepTime, step_time
 from ondevice.planning.runtime import runtime_of
 
@@ -303,6 +303,13 @@ def plan_run(
         rates=rates,
         world=placement.world,
     )
+
+
+def fits_here(
+    config: RunConfig, placement: Placement | None = None, dims: ModelDims | None = None
+) -> bool:
+    """Return whether a run fits this machine; arguments are those of `plan_run`."""
+    return plan_run(config, placement or place(config), dims).fits
 
 
 def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:

@@ -14,7 +14,7 @@ from ondevice.core.dims import ModelDims
 from ondevice.core.errors import BusyError, OndeviceError
 from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.devices import find_device, place
-from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES, plan_run
+from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES, fits_here, plan_run
 from ondevice.planning.render import MEANING
 from ondevice.training.length import with_length
 
@@ -27,7 +27,7 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
     """Plan a job: memory by part and time per step, within its memory limit if it has one."""
     run = RunConfig.parse(config, "job")
     if artifact is None:
-        run, _ = with_length(run, fits=lambda measured: plan_run(measured, place(measured)).fits)
+        run, _ = with_length(run, fits=fits_here)
         planned = plan_run(run, place(run))
     else:
         folder = Path(artifact)

@@ -31,9 +31,9 @@ from ondevice.data.examples import check_ids
 from ondevice.data.stream import Stream, StreamBatches
 from ondevice.data.tasks.example_prompt import example_prompt
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.data.tasks.record import BaseModel
 from ondevice.data.tasks.trained import (
     TASK_NAME,
-    BaseModel,
     TrainedTask,
     to_text,
     trained_task,
