@@ -1,14 +1,15 @@
 """Texts that are generated together, one step after another: a piece of a prompt that is not read
 yet, and the next token of every other text.
 
-Prompts are read in pieces, so that a long one delays the other texts little and can be left. A text
-has its own random numbers and its own keys and values. So it is the same as if it were generated
-without the others, but for the last bits of a product of several rows: on a GPU every pass has the
-same number of rows, and they are equal too.
+Prompts are read in pieces if the model's family is known, so that a long one delays the other texts
+little and can be left. A text has its own random numbers and its own keys and values. So it is the
+same as if it were generated without the others, but for the last bits of a product of several rows:
+on a GPU every pass has the same number of rows, and they are equal too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ from torch import Tensor
 from ondevice.generation.sample import Sampler, Token, likeliest
 from ondevice.generation.slots import PADDED_ROWS, Slots, can_share, share_pass
 from ondevice.models import LoadedModel
-from ondevice.models.families.base import ROPE_TYPES
 
 PIECE_TOKENS = {"cpu": 128, "cuda": 512, "mps": 256}
 """Tokens of a prompt that are read at once, by device."""
@@ -71,8 +71,9 @@ class Batch:
         """Rows that share a pass. Each group has the size of a pass, so that it is never another."""
         self._can_share = can_share(loaded)
         self._piece = PIECE_TOKENS.get(self.device.type, 128)
-        if loaded.dims.rope_type not in (*ROPE_TYPES, "none"):
-            self._piece = loaded.dims.max_positions  # all positions depend on the prompt's length
+        if not self._can_share:  # its positions or its state may depend on the prompt's length
+            self._piece = loaded.dims.max_positions
+        self._keeps = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
     def __len__(self) -> int:
         return len(self._reading) + len(self._writing) + sum(len(rows) for _, rows in self._groups)
@@ -158,6 +159,9 @@ class Batch:
     def _feed(self, row: Row, ids: Sequence[int], keep: int) -> Tensor:
         """Read tokens of one text; return the logits after the last `keep` of them (0: all)."""
         model: Any = self.loaded.model
+        options = {}
+        if self._keeps:
+            options["logits_to_keep"] = keep
         unread = ids
         if row.cache is None:  # nothing is read yet; or a model without keys and values reads again
             unread = [*row.prompt[: row.read], *row.drawn[:-1], *ids]
@@ -167,10 +171,10 @@ class Batch:
                 torch.tensor([unread], device=self.device),
                 past_key_values=row.cache,
                 use_cache=True,
-                logits_to_keep=keep,
+                **options,
             )
         row.cache = getattr(output, "past_key_values", None)
-        return output.logits[0].float()
+        return output.logits[0, -(keep or len(ids)) :].float()
 
 
 def _reported(row: Row, begin: int, logits: Tensor) -> tuple[Token, ...]:

@@ -130,6 +130,30 @@ def test_a_killed_process_fails_what_it_ran_and_what_waits_is_answered() -> None
     with_engine(work)
 
 
+def test_a_process_that_cannot_start_fails_its_requests_and_no_later_ones(monkeypatch) -> None:
+    async def work(engine: Engine) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(engines, "python_command", lambda *words: ["/no/such/python"])
+            (answer,) = engine.ask("a", "complete", [tiny()])
+            with pytest.raises(TrainingError):
+                await asyncio.wait_for(answer.next(), 60)
+        (answer,) = engine.ask("a", "complete", [tiny()])
+        assert await answer.next() == {"prompt_tokens": 1}
+
+    with_engine(work)
+
+
+def test_a_reader_of_a_cancelled_answer_stops_waiting() -> None:
+    async def work(engine: Engine) -> None:
+        (answer,) = engine.ask("a", "complete", [tiny()])
+        reading = asyncio.create_task(answer.next())
+        await asyncio.sleep(0)
+        answer.cancel()
+        assert await asyncio.wait_for(reading, 5) is None and await answer.next() is None
+
+    with_engine(work)
+
+
 def test_other_models_take_turns_and_an_error_ends_one_request() -> None:
     async def work(engine: Engine) -> None:
         answers = engine.ask("a", "complete", [tiny(), tiny(model="tiny:qwen2"), tiny()])

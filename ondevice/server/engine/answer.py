@@ -76,4 +76,5 @@ class Answer:
         """End the answer, because nobody reads it any more; after its end this does nothing."""
         if not self._is_over:
             self._is_over = True
+            self._messages.put_nowait({"value": None})  # for a reader that waits for a part
             self._leave(self)

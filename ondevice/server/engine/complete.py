@@ -19,6 +19,9 @@ from ondevice.server.engine.echo import echoed
 LEAST = -9999.0
 """The least logarithm that JSON is told, as in OpenAI's API."""
 
+ASSUMED_TOKENS = 2048
+"""Tokens of a text without a limit of its own, when memory is shared out."""
+
 
 class Completion:
     """A text that is generated, and how it ends.
@@ -37,6 +40,7 @@ class Completion:
 
     Attributes:
         row: of the batch that generates it.
+        tokens: that it is expected to have at most, with its prompt.
 
     Raises:
         ConfigError: the prompt and the completion are longer than the model takes, or it does not
@@ -79,6 +83,9 @@ class Completion:
         ends = frozenset(stop_token_ids)
         if not ignore_eos:
             ends |= generator.end_tokens
+        self.tokens = len(ids) + wanted
+        if max_new_tokens is None:
+            self.tokens = len(ids) + min(wanted, ASSUMED_TOKENS)
         sampler = Sampler(Sampling(logit_bias=bias, **sampling), ids, ends, top or 0)
         self.row = Row(ids, sampler, wanted, top if echo else None)
         self.text = Text(loaded.tokenizer, stop)
@@ -87,11 +94,6 @@ class Completion:
         if echo:
             self._echo, self._offsets = echoed(loaded.tokenizer, prompt, ids)
         self._reported = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that it may still add to the cache, at most."""
-        return len(self.row.prompt) + self.row.max_new_tokens - self.row.read
 
     def first(self) -> dict[str, Any]:
         """Return the first part."""

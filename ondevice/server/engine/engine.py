@@ -158,7 +158,8 @@ class Engine:
                 self._left.clear()
             try:
                 self._send(started, left)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # without this thread no request would ever end
+                _log.exception("cannot reach the model's process")
                 self._lost(self._process, error)
 
     def _next_client(self) -> str | None:
@@ -247,7 +248,7 @@ class Engine:
     def _lost(self, process: subprocess.Popen[bytes] | None, error: Exception) -> None:
         """Fail the requests of a process that has died; those that wait get another one."""
         with self._changed:
-            if process is None or process is not self._process:
+            if process is not self._process:
                 return
             self._process = None
             failed = [*self._active.values()]

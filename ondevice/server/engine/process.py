@@ -144,10 +144,14 @@ class Work:
             opened.batch.add(self.completions[number].row)
 
     def _has_room(self, opened: Opened, completion: Completion, job: dict[str, Any] | None) -> bool:
-        """Return True if all keys and values to come fit, with those of one more completion."""
+        """Return True if the keys and values to come fit, with those of one more completion.
+
+        All are kept at the length of the longest.
+        """
         waiting = {number for number, _ in self.waiting}
         running = [one for number, one in self.completions.items() if number not in waiting]
-        tokens = completion.tokens + sum(one.tokens for one in running)
+        longest = max(one.tokens for one in [completion, *running])
+        tokens = longest * (len(running) + 1) - sum(one.row.read for one in running)
         head = opened.loaded.family.head_weight
         need = tokens * cache_bytes(opened.loaded.dims, head.element_size())
         device = head.device.type
