@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.common import finish, median, parse_args
 from benchmarks.serve.clients import complete, get, request, storm
-from ondevice.models import load_model, save_tiny
+from ondevice.models import save_tiny
+from ondevice.models.tiny import tiny_tokenizer
 
 NEEDS = ("torch", "fastapi", "uvicorn")
 CONTROL = ("/v1/health", "/v1/jobs?limit=100", "/v1/system", "/v1/datasets", "/v1/models")
@@ -49,19 +51,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--requests", type=int, default=1000, help="of the storm")
+    parser.add_argument("--requests", type=int, default=1000, help="of the storm; 0 leaves it out")
     parser.add_argument("--threads", type=int, default=1, help="of the model on the CPU")
 
 
 def save_model(folder: Path, args: argparse.Namespace) -> None:
     """Write a random Llama."""
-    heads = max(1, args.hidden // 64)
-    save_tiny(
-        folder, "llama", layers=args.layers, hidden=args.hidden, heads=heads, kv_heads=heads,
-        intermediate=4 * args.hidden, vocab=args.vocab, max_positions=65_536,
-    )  # fmt: skip
-    if args.dtype != "float32":
-        load_model(str(folder), dtype=args.dtype).model.save_pretrained(folder)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.hidden // 64),
+        max_position_embeddings=65_536,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(getattr(torch, args.dtype)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
 
 
 async def throughput(address: str, model: str, clients: int, tokens: int) -> float:
@@ -229,7 +237,8 @@ async def measure(
     rows.append({"figure": "control routes, slowest (ms)", "clients": WAITING, "value": max(times)})
     for row in rows[len(args.clients) :]:
         print(row, flush=True)
-    rows += await storms(address, STORMED, daemon, args.requests)
+    if args.requests:
+        rows += await storms(address, STORMED, daemon, args.requests)
     return rows
 
 

@@ -151,13 +151,14 @@ class Batch:
         rows.append(row)
 
     def _draw(self, row: Row, logits: Tensor) -> Step:
-        token = row.sampler.next(logits.cpu())
+        token = row.sampler.next(logits)
         row.drawn.append(token.id)
         row.is_done = token.ends or len(row.drawn) >= row.max_new_tokens
         return Step(row, token=token)
 
     def _feed(self, row: Row, ids: Sequence[int], keep: int) -> Tensor:
-        """Read tokens of one text; return the logits after the last `keep` of them (0: all)."""
+        """Read tokens of one text; return the logits after the last `keep` of them (0: all), on the
+        CPU."""
         model: Any = self.loaded.model
         options = {}
         if self._keeps:
@@ -174,7 +175,7 @@ class Batch:
                 **options,
             )
         row.cache = getattr(output, "past_key_values", None)
-        return output.logits[0, -(keep or len(ids)) :].float()
+        return output.logits[0, -(keep or len(ids)) :].float().cpu()
 
 
 def _reported(row: Row, begin: int, logits: Tensor) -> tuple[Token, ...]:
@@ -182,7 +183,7 @@ def _reported(row: Row, begin: int, logits: Tensor) -> tuple[Token, ...]:
     tokens = []
     if begin == 0:
         tokens.append(Token(row.prompt[0], None))
-    logs = torch.log_softmax(logits, -1).cpu()
+    logs = torch.log_softmax(logits, -1)
     for number, own in enumerate(logs[: len(row.prompt) - begin - 1], begin + 1):
         token = row.prompt[number]
         tokens.append(Token(token, float(own[token]), likeliest(own, row.prompt_top or 0)))

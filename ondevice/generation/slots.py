@@ -174,7 +174,8 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 def share_pass(loaded: LoadedModel, slots: Slots, ids: Sequence[int]) -> Tensor:
-    """Read one more token of each slot; return the logits after them, float32 [slots, vocab]."""
+    """Read one more token of each slot; return the logits after them, float32 [slots, vocab]
+    on the CPU."""
     model: Any = loaded.model
     device = loaded.family.head_weight.device
     padding = 0
@@ -186,4 +187,4 @@ def share_pass(loaded: LoadedModel, slots: Slots, ids: Sequence[int]) -> Tensor:
         output = model(
             tokens, position_ids=positions, past_key_values=slots, use_cache=True, logits_to_keep=1
         )
-    return output.logits[: len(ids), -1].float()
+    return output.logits[: len(ids), -1].float().cpu()
