@@ -30,6 +30,10 @@ OPTIMIZER_STEP = "optimizer_step"
 """The optimizer's count of its own updates in a session's state, int64 [1]."""
 
 
+Weigh = Callable[["np.ndarray"], "tuple[float, np.ndarray]"]
+"""Negative log likelihoods of a step's rows, float64 [rows], to its loss and each row's weight, float64 [rows]."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Losses of one optimizer step, and the scalars that replay it.
@@ -226,6 +230,24 @@ class Packing(Protocol):
         Args:
             position_ids: int64 [sequences, tokens], each token's index in its row; a row begins at 0, and the label
                 there is -100.
+        """
+        ...
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """A session that trains on any function of its rows' log likelihoods."""
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run optimizer step number `step` on the sum of each row's weight times its negative log likelihood.
+
+        The weights are constants, so this is the gradient of every loss L with dL / d(nll) as weights.
+
+        Args:
+            weigh: called once, with the rows' negative log likelihoods, summed over their labelled tokens. Its loss
+                is the step's.
         """
         ...
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
-from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult, Weigh
 from ondevice.methods import model_loss
 from ondevice.methods.precision import refuse_float16
 from ondevice.models.save import save_loaded
@@ -248,7 +248,6 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         rows = self.config.micro_batch_size or len(ids_BT)
-        limit = self.config.max_grad_norm
         # Of the whole batch, so that a token counts the same in whichever part of it.
         count = (labels_BT[:, 1:] >= 0).sum().float()
         value = torch.zeros((), device=self.device)
@@ -262,6 +261,36 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
+        self._update(learning_rate)
+        return StepResult(float(value), (float(value),))
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Backpropagate weighted rows, `micro_batch_size` at once; see `Weighing`.
+
+        Weights need all rows' likelihoods: a step in several parts computes them first.
+        """
+        rows = self.config.micro_batch_size or len(ids)
+        loss = 0.0
+        weights = None
+        if rows < len(ids):
+            parts = range(0, len(ids), rows)
+            nll = [self.evaluate(ids[i : i + rows], labels[i : i + rows])[0] for i in parts]
+            loss, weights = weigh(np.concatenate(nll).astype(np.float64))
+        for part in range(0, len(ids), rows):
+            some = slice(part, part + rows)
+            tensors = (torch.from_numpy(array[some]).to(self.device) for array in (ids, labels))
+            nll_R, _ = model_loss.row_nll(self.family, *tensors, self.loss_tiles, self.answers)
+            if weights is None:
+                loss, weights = weigh(nll_R.detach().double().cpu().numpy())
+            (nll_R * torch.from_numpy(weights[some]).to(nll_R)).sum().backward()
+        self._update(learning_rate)
+        return StepResult(loss, (loss,))
+
+    def _update(self, learning_rate: float) -> None:
+        """Apply the gradients that were summed up, and drop them."""
+        limit = self.config.max_grad_norm
         for parameter in self.parameters.values():
             if (
                 parameter.grad is None
@@ -273,7 +302,6 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
             optimizer.step(learning_rate)
         for parameter in self.parameters.values():
             parameter.grad = None
-        return StepResult(float(value), (float(value),))
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters (the masters of bfloat16 ones) and AdamW's moments, float32,

@@ -7,7 +7,7 @@ the next is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.core.session import IGNORE
+
+Scale = float | Callable[[Tensor], Tensor]
+"""Factor of a loss: one of all rows, or a function of each row's loss to its own."""
 
 
 def shift(hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,9 +269,11 @@ class Loss:
         lse, label = self.log_sum_exp(self.norm(x[where]), targets[where], again=False)
         return rows.index_add_(0, where // labels_BT.shape[1], (lse - label).float())
 
-    def backward(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of
-        `x`."""
+    def backward(self, x: Tensor, labels_BT: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of `x`.
+
+        A function of the rows' losses, float32 [B], gives each row its own scale.
+        """
         targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         if where.numel() == 0:
@@ -277,7 +282,13 @@ class Loss:
         targets = targets[where]
         hidden = self.norm(rows)
         lse, label = self.log_sum_exp(hidden, targets, again=True)
-        gradient = self.hidden_gradient(hidden, targets, lse, torch.full_like(lse, scale))
+        if isinstance(scale, float):
+            weights = torch.full_like(lse, scale)
+        else:
+            row_of = where // labels_BT.shape[1]
+            nll = torch.zeros(labels_BT.shape[0], dtype=torch.float64, device=x.device)
+            weights = scale(nll.index_add_(0, row_of, (lse - label).double()))[row_of].to(lse)
+        gradient = self.hidden_gradient(hidden, targets, lse, weights)
         del hidden
         gradient = gradient.to(x.dtype)
         x.zero_()
@@ -352,11 +363,6 @@ class Loss:
 
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
         return row_chunks(x, self.chunk_tokens)
-
-
-def labelled(labels_BT: Tensor) -> int:
-    """Count the tokens that the loss of these rows is over."""
-    return int((labels_BT[:, 1:] != IGNORE).sum())
 
 
 def next_labels(labels_BT: Tensor) -> Tensor:

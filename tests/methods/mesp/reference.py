@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ondevice.core.registry import method_config, open_session
+from ondevice.core.session import Weigh
 from tests.methods.reference import in_double, plain_loss
 from tests.methods.rounding import modelled_errors
 
@@ -49,9 +51,13 @@ def opened_with(
 
 
 def learned(
-    opened: Any, ids: np.ndarray, labels: np.ndarray
+    opened: Any, ids: np.ndarray, labels: np.ndarray, weigh: Weigh | None = None
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss of one step and every gradient that was applied in it, summed over micro-batches."""
+    """The loss of one step and every gradient that was applied in it, summed over micro-batches.
+
+    Args:
+        weigh: makes it a step on weighted rows.
+    """
     by_name: dict[str, np.ndarray] = {}
     apply = opened.optimizer.apply
 
@@ -61,15 +67,27 @@ def learned(
         apply(parameters, ga, gb)
 
     opened.optimizer.apply = keep
-    loss = opened.step(ids, labels, 0, 1e-3).loss
+    if weigh is None:
+        loss = opened.step(ids, labels, 0, 1e-3).loss
+    else:
+        loss = opened.weighted_step(ids, labels, weigh, 0, 1e-3).loss
     opened.optimizer.apply = apply
     return loss, by_name
 
 
 def exact(
-    loaded: Any, tensors: dict[str, np.ndarray], scale: float, ids: np.ndarray, labels: np.ndarray
+    loaded: Any,
+    tensors: dict[str, np.ndarray],
+    scale: float,
+    ids: np.ndarray,
+    labels: np.ndarray,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = plain_loss,
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of every A and B; `loaded` becomes a float64 model."""
+    """Loss and gradients of every A and B; `loaded` becomes a float64 model.
+
+    Args:
+        loss_of: logits and labels to the loss.
+    """
     model = in_double(loaded.model)
     leaves = {
         name: torch.from_numpy(value).double().requires_grad_(True)
@@ -91,7 +109,7 @@ def exact(
     output = torch.func.functional_call(
         model, weights, (torch.from_numpy(ids),), {"use_cache": False}
     )
-    loss = plain_loss(output.logits, torch.from_numpy(labels))
+    loss = loss_of(output.logits, torch.from_numpy(labels))
     loss.backward()
     return loss.item(), {
         name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None

@@ -22,7 +22,7 @@ from ondevice.methods.mesp.check import check_plain
 from ondevice.methods.mesp.lora import LoraParameters
 from ondevice.methods.model_loss import method_token_nll, row_nll
 from ondevice.models.families.any_dims import find_blocks
-from ondevice.nn.cross_entropy import shift
+from ondevice.nn.cross_entropy import Scale, shift
 from ondevice.nn.experts import pair_of
 from ondevice.nn.lora import LoRALinear
 
@@ -117,7 +117,7 @@ class CheckpointedModel:
         return nll.float()
 
     def forward_backward(
-        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, position_ids_BT: Tensor | None = None
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: Scale, position_ids_BT: Tensor | None = None
     ) -> Tensor:
         """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as
         they arise.
@@ -127,13 +127,17 @@ class CheckpointedModel:
         config = self.config
         with torch.enable_grad(), self._blocks_as(_checkpointed):
             hidden_ND, labels_N = shift(self.family.hidden(ids_BT), labels_BT)
-            total = method_token_nll(
+            nll_N = method_token_nll(
                 self.family, hidden_ND, labels_N, config.loss_tiles, config.answers
-            ).sum()
-            self.waiting = set(self.leaves)
-            (total * scale).backward(
-                inputs=[leaf for pair in self.leaves.values() for leaf in pair]
             )
+            total = nll_N.sum()
+            if isinstance(scale, float):
+                loss = total * scale
+            else:
+                nll_B = nll_N.reshape(len(ids_BT), -1).sum(1)
+                loss = (nll_B * scale(nll_B.detach().double()).to(nll_B)).sum()
+            self.waiting = set(self.leaves)
+            loss.backward(inputs=[leaf for pair in self.leaves.values() for leaf in pair])
         for one in [*self.waiting]:  # no gradient reaches A, B or both
             for leaf in self.leaves[one]:
                 if leaf.grad is None:

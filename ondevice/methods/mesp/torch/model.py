@@ -38,6 +38,7 @@ from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.cross_entropy import (
     AnswerHead,
     Loss,
+    Scale,
     label_columns,
     wide,
 )
@@ -453,10 +454,10 @@ class Model:
 
     @torch.no_grad()
     def forward_backward(
-        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, position_ids_BT: Tensor | None = None
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: Scale, position_ids_BT: Tensor | None = None
     ) -> Tensor:
         """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as
-        they arise.
+        they arise (`Loss.backward`).
 
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.

@@ -15,6 +15,7 @@ from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Model, in_order
 from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
+from ondevice.nn.cross_entropy import Scale
 from ondevice.nn.experts import peft_layout
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class AutogradModel(Model):
 
     @torch.no_grad()
     def forward_backward(
-        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, position_ids_BT: Tensor | None = None
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: Scale, position_ids_BT: Tensor | None = None
     ) -> Tensor:
         """See `Model.forward_backward`; of rows that are not packed."""
         assert position_ids_BT is None  # noqa: S101 - a packed step's reference is its rows' step

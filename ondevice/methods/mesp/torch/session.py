@@ -3,6 +3,7 @@ that resumes bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.core.session import PackingSession, StepResult
+from ondevice.core.session import IGNORE, PackingSession, StepResult, Weigh
 from ondevice.methods.mesp.check import IN_TORCH
 from ondevice.methods.mesp.lora import (
     check_adapter,
@@ -22,7 +23,7 @@ from ondevice.methods.mesp.torch.checkpointed import CheckpointedModel, checkpoi
 from ondevice.methods.mesp.torch.model import Model, Optimizer, Resident
 from ondevice.methods.mesp.torch.streamed import Streamed
 from ondevice.models import ModelFiles
-from ondevice.nn.cross_entropy import labelled
+from ondevice.nn.cross_entropy import Scale
 from ondevice.nn.memory import memory_errors
 
 if TYPE_CHECKING:
@@ -90,26 +91,67 @@ class MespSession(PackingSession):
     ) -> StepResult:
         """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see
         `PackingSession`."""
+        rows = self.config.micro_batch_size or len(ids)
+        count = max(1, int((labels[:, 1:] != IGNORE).sum()))
+        scales = [1.0 / count] * -(-len(ids) // rows)
+        value = self._step((ids, labels, position_ids), scales, learning_rate) / count
+        return StepResult(value, (value,))
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step on weighted rows; see `Weighing`.
+
+        The rows' likelihoods are known between the head and the backward pass, where the weights
+        multiply the head's gradient. A step in several parts computes them first.
+        """
+        losses: list[float] = []
+
+        def weighed(nll: np.ndarray) -> Tensor:
+            loss, weights = weigh(nll)
+            losses.append(loss)
+            return torch.from_numpy(weights).to(self.device)
+
+        rows = self.config.micro_batch_size or len(ids)
+        scales: list[Scale] = [lambda nll_B: weighed(nll_B.cpu().numpy())]
+        if rows < len(ids):
+            parts = range(0, len(ids), rows)
+            nll = [self.evaluate(ids[i : i + rows], labels[i : i + rows])[0] for i in parts]
+            weights = weighed(np.concatenate(nll).astype(np.float64))
+            scales = [lambda nll_B, part=part: part for part in weights.split(rows)]
+        self._step((ids, labels, None), scales, learning_rate)
+        return StepResult(losses[0], (losses[0],))
+
+    def _step(
+        self,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None],
+        scales: Sequence[Scale],
+        learning_rate: float,
+    ) -> float:
+        """Update with the gradients of all rows, each part's with its own scale; return the summed
+        loss.
+
+        Args:
+            arrays: ids, labels and position_ids, or None, int64 [B, T].
+        """
         check_not_partially_updated(self.partially_updated)
+        ids, labels, position_ids = arrays
         rows = self.config.micro_batch_size or len(ids)
         clips = self.config.max_grad_norm is not None
         with memory_errors(f"a step of {rows} rows of {ids.shape[1]} tokens", HINT):
             ids_BT, labels_BT = self._tensors(ids, labels)
-            count = labelled(labels_BT)
             self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids))
             self.partially_updated = True
             total = torch.zeros((), device=self.device)
-            chunks = [ids_BT.split(rows), labels_BT.split(rows)]
+            chunks: list[Any] = [ids_BT.split(rows), labels_BT.split(rows), scales]
             if position_ids is not None:
                 chunks.append(torch.from_numpy(position_ids).to(self.device).split(rows))
-            for ids_chunk, labels_chunk, *positions in zip(*chunks, strict=True):
-                total += self.model.forward_backward(
-                    ids_chunk, labels_chunk, 1.0 / max(1, count), *positions
-                )
+            for chunk in zip(*chunks, strict=True):
+                total += self.model.forward_backward(*chunk)
             self.optimizer.end()
-            value = float(total) / max(1, count)
+            value = float(total)
         self.partially_updated = False
-        return StepResult(value, (value,))
+        return value
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
