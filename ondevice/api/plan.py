@@ -13,6 +13,7 @@ from ondevice.planning.devices import place
 from ondevice.planning.estimate import Plan, fits_here, plan_run
 from ondevice.planning.estimate import plan as plan_sizes
 from ondevice.training.length import with_length_of
+from ondevice.training.preferences import with_objective
 
 if TYPE_CHECKING:
     from ondevice.api.inputs import Model, Run
@@ -87,6 +88,8 @@ def plan(
         loop = run.train.model_copy(update={"batch_size": taken.batch_size})
         run = run.model_copy(update={"train": loop})
     placement = place(run)
+    if taken is not None or run.data.path is not None:
+        run, _ = with_objective(run, placement.backend, taken)
     dims = loaded and loaded.dims
     run, _ = with_length_of(
         run,

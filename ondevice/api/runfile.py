@@ -191,7 +191,7 @@ class RunConfig(StrictConfig):
             wrong = ("rows from Python are in memory, or come as they are asked for", "data.path")
         if train.epochs is not None:
             wrong = "how many steps an epoch has is known at its end", "train.steps"
-        if train.objective != "loss":
+        if train.objective in ("accuracy", "f1", "command"):
             wrong = (
                 f"train.objective {train.objective} chooses rows by their number",
                 "train.objective loss",

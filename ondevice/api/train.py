@@ -46,6 +46,8 @@ from ondevice.training.identity import (
 )
 from ondevice.training.length import with_length_of
 from ondevice.training.notebook import NotebookSink, in_notebook
+from ondevice.training.objective import SCORES
+from ondevice.training.preferences import with_objective
 from ondevice.training.progress import ProgressSink
 from ondevice.training.trained import adapter_folder
 
@@ -240,6 +242,7 @@ def _decide(config: RunConfig, options: Options) -> Decided:
     placement = place(config)
     decided |= choices.machine_choices(config, placement)
     _check_method(config, placement, loaded)
+    config, said = with_objective(config, placement.backend, train_rows)
     if own := placement.spec.capability(OwnPrecision):
         config, messages = _with_precision(config, placement, own, decided)
     else:
@@ -256,6 +259,7 @@ def _decide(config: RunConfig, options: Options) -> Decided:
             partial(fits_here, placement=placement, dims=dims),
         )
         decided[LENGTH] = config.data.max_length_tokens
+    messages = [*said, *messages]
     if config.chosen:
         messages = [config.chosen, *messages]
     if loaded is not None and has_adapter(loaded.model):
@@ -289,7 +293,7 @@ def _check_method(config: RunConfig, placement: Placement, loaded: LoadedModel |
     """
     spec = placement.spec
     objective = config.train.objective
-    if objective != "loss" and spec.order != "zeroth":
+    if objective in SCORES and spec.order != "zeroth":
         raise ConfigError(
             f"method {spec.name} needs a gradient, and a score has none",
             expected=f"a zeroth-order method for train.objective {objective}",

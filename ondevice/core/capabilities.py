@@ -59,6 +59,13 @@ class Ranked(Capability):
 
 
 @dataclass(frozen=True)
+class LearnsPreferences(Capability):
+    """Its sessions in `backends` are `Weighing` or `Scoring`: they learn from pairs and rated answers."""
+
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Replays(Capability):
     """A run can be rebuilt from its log, the seed and one number a query: `Replaying` sessions."""
 

@@ -281,9 +281,29 @@ class TrainConfig(StrictConfig):
     batch_size: Annotated[int, Flag("--batch-size")] = Field(default=4, ge=1)
     """Rows per step. P-RGE runs each row 2q times, so its effective batch is 2q times larger."""
 
-    objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
-    """The quantity that training improves. Zeroth-order methods can train on a score that has no gradient: `accuracy`
-    of rows with candidates, `f1` of generated answers, or what `objective_command` prints."""
+    objective: Annotated[
+        Literal["loss", "accuracy", "f1", "command", "dpo", "ipo", "kto", "orpo", "simpo"],
+        Flag("--objective"),
+    ] = "loss"
+    """The quantity that training improves. `loss` is that of the rows: of preference pairs `dpo`, of rated answers
+    `kto`, of all others the cross-entropy. `ipo`, `orpo` and `simpo` are other losses of preference pairs. Zeroth-order
+    methods can train on a score that has no gradient: `accuracy` of rows with candidates, `f1` of generated answers, or
+    what `objective_command` prints."""
+
+    beta: Annotated[float | None, Flag("--beta")] = Field(default=None, gt=0)
+    """Strength of an objective over preferences; orpo's lambda. The objective's own if not set: 0.1, simpo 2."""
+
+    label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
+    """Share of pairs that dpo and simpo take to be the wrong way round."""
+
+    margin: float | None = Field(default=None, ge=0)
+    """By how much simpo wants a chosen answer's reward to be larger: the paper's gamma, 0.5 if not set."""
+
+    desirable_weight: float | None = Field(default=None, gt=0)
+    """Weight of liked answers in kto."""
+
+    undesirable_weight: float | None = Field(default=None, gt=0)
+    """Weight of disliked answers in kto."""
 
     objective_command: str | None = None
     """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated

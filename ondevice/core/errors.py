@@ -30,6 +30,7 @@ class Need(Enum):
     RANKS = "trains in several processes"
     TRAINS_ALL = "trains all parameters"
     ZEROTH_ORDER = "needs no gradient"
+    PREFERENCES = "learns from preferences"
     TORCH = "runs in torch"
     MLX = "runs in MLX"
 

@@ -12,7 +12,14 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from ondevice.core.capabilities import AnyDecoder, Classifies, Offloads, Packs, Ranked
+from ondevice.core.capabilities import (
+    AnyDecoder,
+    Classifies,
+    LearnsPreferences,
+    Offloads,
+    Packs,
+    Ranked,
+)
 from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Backend, MethodSpec, metal
 from ondevice.core.near import nearest_value
@@ -177,6 +184,7 @@ _HAS: dict[Need, Callable[[MethodSpec], bool]] = {
     Need.RANKS: lambda spec: spec.capability(Ranked) is not None,
     Need.TRAINS_ALL: lambda spec: spec.trains == "all",
     Need.ZEROTH_ORDER: lambda spec: spec.order == "zeroth",
+    Need.PREFERENCES: lambda spec: spec.capability(LearnsPreferences) is not None,
     Need.TORCH: lambda spec: "torch" in spec.sessions,
     Need.MLX: lambda spec: "mlx" in spec.sessions,
 }

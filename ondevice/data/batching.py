@@ -22,11 +22,13 @@ class Batch:
     Attributes:
         position_ids: int64 [B, T] if a sequence has several rows: each token's position in its row,
             counted from 0; 0 for padding. None if a sequence is a row.
+        rows_of_data: of preferences, the numbers of the rows, each with two sequences; else None.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray | None = None
+    rows_of_data: tuple[int, ...] | None = None
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ids and labels of each row that is trained on, int64 [length].

@@ -174,10 +174,20 @@ class Encoder:
                 self._chat = self._chat or ChatEncoder(
                     self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report
                 )
-                return list(self._chat.encode(row))
-            return [*self._encode_texts(row)]
+                return [self._judged(row, one) for one in self._chat.encode(row)]
+            return [self._judged(row, one) for one in self._encode_texts(row)]
         except BadRow as bad:
             return [bad]
+
+    def _judged(self, row: Row, one: Item | BadRow) -> Item | BadRow:
+        """Return an item with its rating, or the reason if a pair has nothing to tell apart."""
+        if not isinstance(one, Item):
+            return one
+        if self.format == "thumbs":
+            return replace(one, liked=row.label == "up")
+        if self.format == "preference" and len({text.ids for text in one.candidates}) < 2:
+            return BadRow("rejected", "is the same as the chosen answer")
+        return one
 
     def _encode_texts(self, row: Row) -> list[Item]:
         """Encode a row that is not a conversation, or whose tokenizer has no chat template."""

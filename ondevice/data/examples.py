@@ -54,6 +54,9 @@ class Item:
     value: float | None = None
     """The target of a regression row."""
 
+    liked: bool | None = None
+    """Whether a rated answer was liked."""
+
     prompt_tokens: int = 0
     """Tokens before the answer (in a chat before the last assistant turn): generation continues
     `ids[:prompt_tokens]`."""
@@ -192,15 +195,14 @@ def refuse_unread(file: str, report: Report) -> None:
 
 
 def refuse_preferences(rows: Rows) -> None:
-    """Raise DataError for preferences, which are read and shown but not trained on by any method."""
+    """Raise DataError for preferences, where they are not learnt from or evaluated."""
     column = {"preference": "chosen", "thumbs": "completion"}.get(rows.format)
     if column is not None:
         raise DataError(
-            f"{rows.file} holds preferences, which no method here trains on",
-            expected="rows with answers to learn; `ondevice data` shows these",
+            f"{rows.file} holds preferences, which only `ondevice train` learns from",
+            expected="rows with answers to learn",
             received=f"format {rows.format}",
-            hint=f"--column prompt=prompt --column completion={column} "
-            f"trains only on the {column} texts",
+            hint=f"--column prompt=prompt --column completion={column} takes only the {column} texts",
         )
 
 
@@ -259,6 +261,8 @@ def rows_sha256(items: Iterable[Item]) -> str:
             digest.update(array("q", example.ids))
             digest.update(array("q", example.labels))
         digest.update(f"{item.gold} {item.value} {item.answers!r}\n".encode())
+        if item.liked is not None:
+            digest.update(f"{item.liked}".encode())
     return digest.hexdigest()
 
 

@@ -353,11 +353,15 @@ def read_dataset(
     columns: Mapping[str, str] | None = None,
     classes: int = 0,
     strict_columns: bool = False,
+    preferences: bool = False,
 ) -> Dataset:
     """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
 
+    Args:
+        preferences: take preference pairs and rated answers, too.
+
     Raises:
-        DataError: if no row can be used, or the rows are preferences, which no method here trains on.
+        DataError: if no row can be used, or the rows are preferences and these are not wanted.
     """
     if isinstance(path, PythonRows):
         if path.tokenized:
@@ -365,7 +369,8 @@ def read_dataset(
         rows = as_rows(path, task, columns)
     else:
         rows = read_rows(path, task=task, columns=columns)
-    refuse_preferences(rows)
+    if not preferences:
+        refuse_preferences(rows)
     return encode(
         rows,
         tokenizer,

@@ -13,12 +13,14 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
+from ondevice.objectives import objective_names
 from ondevice.planning.devices import Device, find_device, place
 from ondevice.planning.request import Request, StepTime, step_time
 from ondevice.planning.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.config import TrainConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
     from ondevice.offload.config import Rates
@@ -293,7 +295,7 @@ def plan_run(
     return plan(
         dims or config.model.source,
         config.method,
-        batch_size=config.train.batch_size // placement.world,
+        batch_size=sequences_of(config.train) // placement.world,
         length_tokens=config.data.max_length_tokens or PLAN_LENGTH_TOKENS,
         dtype=config.model.dtype,
         runtime=placement.backend,
@@ -310,6 +312,13 @@ def fits_here(
 ) -> bool:
     """Return whether a run fits this machine; arguments are those of `plan_run`."""
     return plan_run(config, placement or place(config), dims).fits
+
+
+def sequences_of(train: TrainConfig) -> int:
+    """Return the sequences of a step: its rows, or two texts of each if they are preferences."""
+    if train.objective in objective_names():
+        return 2 * train.batch_size
+    return train.batch_size
 
 
 def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:

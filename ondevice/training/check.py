@@ -62,6 +62,7 @@ def check_run(config: RunConfig, placement: Placement, options: Options) -> None
         options=options,
         classes=classes,
         vocabulary=dims.vocab,
+        preferences=True,
     )
     check_scored(config.train.objective, rows.train)
     config = with_answers(config, rows)

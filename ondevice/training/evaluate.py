@@ -69,6 +69,8 @@ class EvalResult:
         seconds_s: wall time.
         predictions: one a row, in the order of the data.
         metric, metric_value: what a template of one's own is judged by, if that is none of the above.
+        preferences: of preferences: rewards of chosen and rejected answers, margin, KL; then `loss` is the objective's
+            and `accuracy` the share of rows in the right order.
     """
 
     loss: float
@@ -82,6 +84,7 @@ class EvalResult:
     predictions: tuple[Prediction, ...] = ()
     metric: str | None = None
     metric_value: float | None = None
+    preferences: dict[str, float] | None = None
 
     def summary(self) -> str:
         """Return the figures in a line."""

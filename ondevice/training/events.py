@@ -115,6 +115,8 @@ class Step(Event):
     eta_s: float = 0.0
     overlap: dict[str, Any] | None = None
     """For methods that offload: seconds and bytes by lane of the step before, and what bounded it."""
+    preferences: dict[str, float] | None = None
+    """Of preferences: rewards of chosen and rejected answers, margin, accuracy, KL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,8 @@ class Evaluate(Event):
     metric: str | None = None
     metric_value: float | None = None
     """The metric of a template of one's own: `macro_f1`, `matthews`, `pearson` or `spearman`."""
+    preferences: dict[str, float] | None = None
+    """Of preferences: rewards of chosen and rejected answers, margin, KL; `accuracy` is of rows in the right order."""
     rows: Whole = 0
     seconds_s: float = 0.0
     best: bool = False

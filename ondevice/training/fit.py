@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -58,6 +59,7 @@ from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective, check_scored
 from ondevice.training.ordinary import save_ordinary
+from ondevice.training.preferences import PreferenceBatches, Preferences, objective_of
 from ondevice.training.result import Trained
 from ondevice.training.schedule import WarmupDecay
 from ondevice.training.trained import (
@@ -126,6 +128,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         options=options,
         classes=classes,
         vocabulary=vocabulary_of(loaded),
+        preferences=True,
     )
     check_scored(config.train.objective, rows.train)
     config = with_answers(config, rows)
@@ -169,6 +172,8 @@ def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]
 
 def with_answers(config: RunConfig, rows: RunRows) -> RunConfig:
     """Return the run with the answers of its rows in the method's settings, if its loss is over them."""
+    if objective_of(config.train) is not None:
+        return config
 
     def answers() -> tuple[tuple[int, ...], str]:
         found, reason = label_tokens_of_rows(rows.train)
@@ -190,6 +195,9 @@ def run_identity(config: RunConfig, rows: RunRows, options: Options) -> dict[str
     if settings.objective != "loss":
         identity["objective"] = settings.objective
         identity["objective_command"] = settings.objective_command
+    made = objective_of(settings)
+    if made is not None:
+        identity |= asdict(made)
     return identity
 
 
@@ -244,12 +252,14 @@ def read_rows_of(
     options: Options | None = None,
     classes: int = 0,
     vocabulary: int | None = None,
+    preferences: bool = False,
 ) -> RunRows:
     """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
 
     The chat template sees the date that the options decided.
 
     Args:
+        preferences: take preference pairs and rated answers, too.
         vocabulary: rows of the model's embedding; each token id is held against it.
 
     Raises:
@@ -287,6 +297,7 @@ def read_rows_of(
             train_on_prompt=data.train_on_prompt,
             classes=classes,
             strict_columns=data.strict_columns,
+            preferences=preferences,
         )
         return checked(dataset, path)
 
@@ -383,6 +394,7 @@ def fit(
     settings = in_steps(config.train, batches.steps_per_epoch)
     config = config.model_copy(update={"train": settings})
     identity = identity | run_identity(config, rows, options)
+    made = objective_of(settings)
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), model, options.adapter)
@@ -408,18 +420,25 @@ def fit(
         windows = {**start.identity["data"], **rows.encoded}
         rows.stream.keep(settings.out / WINDOWS_FILE, windows, recall=options.resume)
     evaluated = rows.evaluation or rows.train
+    preferences = None
+    if made is not None:
+        before = json.dumps([model.sha256, adapter_identity(options.adapter)])
+        preferences = Preferences(made, rows.train, rows.evaluation, rows.pad, before)
+        batches = PreferenceBatches(preferences, cast(Batches, batches))
 
     reports = None
     if settings.report_to:
         reports = open_reports(settings.report_to, settings.out, start.config)
 
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
+        if preferences is not None:
+            return preferences.evaluate(session, settings.eval_rows, should_stop)
         return evaluate_dataset(
             session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop
         )
 
     objective = None
-    if settings.objective != "loss":
+    if settings.objective != "loss" and preferences is None:
         require(session, Scoring)
         objective = Objective(settings, session, rows.train, rows.pad)
     rate_at = WarmupDecay(
@@ -429,7 +448,7 @@ def fit(
         options = replace(options, sinks=(*options.sinks, reports))
     recorder = Recorder(settings.out)
     options = replace(options, sinks=(recorder, *options.sinks))
-    run = Run(session, settings, start, rate_at, options)
+    run = Run(session, settings, start, rate_at, options, preferences=preferences)
     if rows.evaluation is not None:
         run.evaluate_fn = evaluate_now
     if objective is not None:

@@ -37,6 +37,7 @@ class RunHistory:
             self.learning_rates.append(event.learning_rate)
         elif isinstance(event, events.Evaluate):
             figures = {name: getattr(event, name) for name in FIGURES}
+            figures |= event.preferences or {}
             known = {name: value for name, value in figures.items() if value is not None}
             self.evaluations.append({"step": event.step, **known})
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.data import length_of
 from ondevice.data.encode import dated
-from ondevice.data.examples import refuse_preferences
-from ondevice.data.reading import about, as_rows, ensure_usable, open_reading
+from ondevice.data.reading import as_rows, ensure_usable, open_reading
 from ondevice.data.stream import first_rows
 from ondevice.data.token_rows import tokens
 from ondevice.models import load_tokenizer, read_dims
@@ -63,7 +62,6 @@ def with_length(
         assert data.path is not None  # noqa: S101  checked above
         rows = _rows_of(data)
     ensure_usable(rows)
-    refuse_preferences(about(rows))
     if held_out is None and data.eval_path is not None:
         held_out = open_reading(data.eval_path, task=data.task, columns=data.columns)
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)

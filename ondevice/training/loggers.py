@@ -238,6 +238,7 @@ def open_reports(names: Sequence[str], folder: Path, config: dict[str, Any]) -> 
 
 def _figures(part: str, event: events.Event, names: Sequence[str]) -> dict[str, float]:
     values = {name: getattr(event, name) for name in names}
+    values |= getattr(event, "preferences", None) or {}
     return {f"{part}/{name}": float(value) for name, value in values.items() if value is not None}
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
     from ondevice.training.evaluate import EvalResult
+    from ondevice.training.preferences import Preferences
 
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -164,6 +165,7 @@ class Run:
         rate_at: the learning rate of a step, a pure function (`schedule.py`).
         evaluate_fn: evaluates the held-out rows; None if there are none.
         score: of the session's weights as they are, on the rows of a step, instead of the loss.
+        preferences: what the run learns from, if its rows are preferences.
         stop: lets another thread stop the run.
         clock: seconds, for checkpoints by time.
     """
@@ -175,6 +177,7 @@ class Run:
     options: Options = Options()
     evaluate_fn: EvaluateFn | None = None
     score: Callable[[int], float] | None = None
+    preferences: Preferences | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     clock: Callable[[], float] = time.monotonic
 
@@ -234,6 +237,8 @@ class Run:
             check_no_run(settings.out, self.store)
         warnings: list[str] = []
         first: events.Event = self.start
+        if self.preferences is not None:
+            self.preferences.begin(self.session, settings.out)
         if options.resume and not options.overwrite:
             found = restore(self.store, self.session, self.start, settings, warnings)
             self.done, self.saved, self.history = found.done, found.saved, found.history
@@ -329,9 +334,12 @@ class Run:
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
         ids, labels, position_ids = batch.ids, batch.labels, batch.position_ids
+        figures = None
         if self.score is not None:
             session = require(self.session, Scoring)
             result = session.score_step(partial(self.score, step), step, learning_rate)
+        elif self.preferences is not None:
+            result, figures = self.preferences.step(self.session, batch, step, learning_rate)
         elif position_ids is not None:
             session = require(self.session, Packing)
             result = session.packed_step(ids, labels, position_ids, step, learning_rate)
@@ -355,6 +363,7 @@ class Run:
             peak_device_bytes=self.memory.device_bytes(),
             eta_s=self.history.eta_s(seconds, self.settings.steps - step - 1),
             overlap=result.overlap,
+            preferences=figures,
         )
         self.log.write(event)
         self.history.add(event)

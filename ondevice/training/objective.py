@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Dataset
 
+SCORES = ("accuracy", "f1", "command")
+"""Values of `train.objective` that are scores without a gradient."""
 ANSWER_TOKENS = 32
 """Tokens of a generated answer at most."""
 TIMEOUT_S = 300

@@ -107,6 +107,8 @@ class ProgressSink:
             f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
             f"{duration(event.eta_s)} left"
         )
+        if event.preferences:
+            figures += describe_preferences(event.preferences)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, figures=figures)
             return
@@ -204,7 +206,15 @@ def describe(event: events.Evaluate) -> str:
         parts.append(f"{event.metric.replace('_', ' ')} {event.metric_value:.4f}")
     if event.majority_share is not None:
         parts.append(f"(majority class {event.majority_share:.4f})")
+    if event.preferences:
+        parts.append(describe_preferences(event.preferences).strip())
     return ", ".join(parts) + " (best so far)" * event.best
+
+
+def describe_preferences(figures: dict[str, float]) -> str:
+    """Describe how a step or an evaluation tells preferred answers from others."""
+    names = ("accuracy", "margin", "kl")
+    return "".join(f"  {name} {figures[name]:.3g}" for name in names if name in figures)
 
 
 def describe_overlap(overlap: dict[str, Any]) -> str:

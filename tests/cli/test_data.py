@@ -190,18 +190,17 @@ def test_a_column_that_is_no_pair_is_a_mistake(pair, ondevice, tickets) -> None:
     assert done.code == CONFIG and "field=column" in done.err
 
 
-def test_preferences_are_shown_and_the_way_to_train_is_named(ondevice, tmp_path) -> None:
+def test_preferences_are_shown_learnt_from_and_not_evaluated_as_text(ondevice, tmp_path) -> None:
     data = write_rows(
         tmp_path / "pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}]
     )
     shown = ondevice("data", data, "--model", "tiny:llama")
     assert shown.code == 0 and "example 2: rejected" in shown.out
-    refused = ondevice("train", *tiny(), "--data", data, "--steps", 1, "--out", tmp_path / "run")
-    assert (
-        refused.code == DATA
-        and "--column completion=chosen" in refused.err
-        and not (tmp_path / "run").exists()
-    )
+    run = tmp_path / "run"
+    trained = ondevice("train", *tiny(), "--data", data, "--steps", 1, "--out", run)
+    assert trained.code == 0 and "objective: dpo" in trained.err
+    refused = ondevice("eval", "tiny:llama", "--data", data)
+    assert refused.code == DATA and "--column completion=chosen" in refused.err
 
 
 @pytest.mark.parametrize("verb", ["data", "train", "eval"])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, Asked, Classifies, Packs, Refuses
+from ondevice.core.capabilities import (
+    AnyDecoder,
+    Asked,
+    Classifies,
+    LearnsPreferences,
+    Packs,
+    Refuses,
+)
 from ondevice.core.method import MemoryModel, MethodSpec, OpenSession, StepCost
 from ondevice.methods.full.config import FullConfig
 from ondevice.methods.precision import refuse_float16
@@ -82,5 +89,11 @@ METHOD = MethodSpec(
     sessions={"torch": open_torch},
     memory=lambda: MemoryModel(memory),
     cost=lambda: step_cost,
-    capabilities=(AnyDecoder(), Classifies(), Packs(("torch",)), Refuses(refuse)),
+    capabilities=(
+        AnyDecoder(),
+        Classifies(),
+        LearnsPreferences(("torch",)),
+        Packs(("torch",)),
+        Refuses(refuse),
+    ),
 )

@@ -1,6 +1,6 @@
 """LoRA-FA: LoRA's session with A frozen."""
 
-from ondevice.core.capabilities import AnyDecoder, Packs
+from ondevice.core.capabilities import AnyDecoder, LearnsPreferences, Packs
 from ondevice.core.method import MethodSpec
 from ondevice.methods.lora import MEMORY, TORCH_PROGRAM, open_torch
 from ondevice.methods.lora_fa.config import LoraFaConfig
@@ -19,5 +19,5 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: adapter_step_cost,
     programs={"torch": lambda: TORCH_PROGRAM},
-    capabilities=(AnyDecoder(), Packs(("torch",))),
+    capabilities=(AnyDecoder(), LearnsPreferences(("torch",)), Packs(("torch",))),
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ondevice.core.capabilities import (
     AnyDecoder,
     KnowsBlocks,
+    LearnsPreferences,
     Packs,
     Quantises,
     ReadsFiles,
@@ -102,6 +103,7 @@ METHOD = MethodSpec(
         "mlx": mlx_program,
     },
     capabilities=(
+        LearnsPreferences(("torch",)),
         AnyDecoder(tries=True),
         KnowsBlocks(knows),
         Packs(("torch",)),

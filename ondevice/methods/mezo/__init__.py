@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ondevice.core.capabilities import AnyDecoder, Classifies, Packs, Refuses, Replays
+from ondevice.core.capabilities import (
+    AnyDecoder,
+    Classifies,
+    LearnsPreferences,
+    Packs,
+    Refuses,
+    Replays,
+)
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
 from ondevice.methods.mezo.config import MezoConfig
 
@@ -44,6 +51,7 @@ METHOD = MethodSpec(
     capabilities=(
         AnyDecoder(),
         Classifies(),
+        LearnsPreferences(("torch",)),
         Packs(("torch",)),
         Refuses[MezoConfig](lambda asked: asked.config.check_rows(asked.rows)),
         Replays(),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, Packs, Replays, TrainingDefaults
+from ondevice.core.capabilities import (
+    AnyDecoder,
+    LearnsPreferences,
+    Packs,
+    Replays,
+    TrainingDefaults,
+)
 from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
 from ondevice.methods.prge.config import PrgeConfig
 
@@ -70,6 +76,7 @@ METHOD = MethodSpec(
     cost=step_cost,
     programs={"executorch": executorch_program, "qnn": qnn_program, "torch": torch_program},
     capabilities=(
+        LearnsPreferences(("torch",)),
         AnyDecoder(),
         Packs(("torch",)),
         Replays(),
