@@ -364,7 +364,7 @@ def _panel(
         parts.append(Text(_printable(f"not read: {', '.join(unread)}"), style="yellow"))
     legend = "dim is context, green is trained on"
     if name:
-        legend = f"{name}, not trained on yet"
+        legend = f"{name}: dim is context, green is compared"
     return Panel(Group(*parts), title=f"example {number}: {legend}", title_align="left")
 
 

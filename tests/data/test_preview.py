@@ -123,7 +123,7 @@ def test_both_answers_of_a_preference_are_shown(write: Write, tokenizer: Any) ->
     assert view.example_names == ("chosen", "rejected")
     said = [[segment.text for segment in example if segment.trained] for example in view.examples]
     assert [text.strip() for (text,) in said] == ["four<|end|>", "five<|end|>"]
-    assert "example 2: rejected, not trained on yet" in drawn(view)
+    assert "example 2: rejected: dim is context" in drawn(view)
     thumbs = preview(write([{"prompt": "2 + 2?", "completion": "five", "label": False}]), tokenizer)
     assert thumbs.example_names == ("thumbs down",) and thumbs.labels == {"down": 1}
 

@@ -1,0 +1,178 @@
+"""Runs that learn from preference pairs and rated answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ondevice
+from ondevice.artifact.files import sha256_file
+from ondevice.cli.app import app
+from ondevice.core.errors import ConfigError, DataError
+from ondevice.core.registry import name_methods
+from ondevice.data.examples import Example, Item
+from ondevice.training.events import read_log
+from ondevice.training.preferences import FILE_NAME, mismatched
+
+WORDS = ("the", "film", "was", "long", "and", "dull", "bright", "fun", "slow", "deep", "plain")
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def pairs(count: int = 24) -> list[dict[str, Any]]:
+    """Made pairs: the shorter answer is preferred."""
+    draw = random.Random(0)
+    return [
+        {
+            "prompt": f"Tell me about film {number}.",
+            "chosen": " ".join(draw.choices(WORDS, k=3)),
+            "rejected": " ".join(draw.choices(WORDS, k=12)),
+        }
+        for number in range(count)
+    ]
+
+
+def thumbs(count: int = 24) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": row["prompt"],
+            "completion": row[("chosen", "rejected")[number % 2]],
+            "label": number % 2 == 0,
+        }
+        for number, row in enumerate(pairs(count))
+    ]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(rows: Any, out: Path, steps: int = 8, **settings: Any) -> Any:
+    values = {"method": "lora", "batch_size": 4, "learning_rate": 5e-3, **settings}
+    return ondevice.train("tiny:llama", rows, steps=steps, out=out, **values)
+
+
+def steps_of(out: Path) -> list[Any]:
+    entries = read_log(out / "events.jsonl").entries
+    return [entry.event for entry in entries if entry.event.kind == "step"]
+
+
+@pytest.mark.parametrize("method", ["lora", "mesp", "prge", "mezo", "full"])
+def test_pairs_are_learnt_from_with_dpo(method: str, tmp_path: Path) -> None:
+    rate = {"lora": 5e-3, "mesp": 5e-3, "prge": 2e-2, "mezo": 1e-4, "full": 1e-4}[method]
+    trained = run(
+        pairs(), tmp_path / "run", steps=12, method=method, learning_rate=rate, eval_rows=pairs(6)
+    )
+    steps = steps_of(tmp_path / "run")
+    assert steps[0].loss == pytest.approx(np.log(2), abs=2e-2)
+    assert trained.result.evaluation.loss < np.log(2)
+    assert trained.result.evaluation.accuracy > 0.8
+    assert trained.result.evaluation.preferences["margin"] > 0
+    assert {"rewards_chosen", "rewards_rejected", "margin", "accuracy"} <= set(
+        steps[-1].preferences
+    )
+    low, high = trained.result.evaluation.accuracy_interval
+    assert low < trained.result.evaluation.accuracy <= high
+
+
+def test_rated_answers_are_learnt_from_with_kto(tmp_path: Path) -> None:
+    trained = run(thumbs(), tmp_path / "run", steps=16, eval_rows=thumbs(8))
+    start = read_log(tmp_path / "run" / "events.jsonl").entries[0].event
+    assert "objective: kto, beta 0.1, as the rows are rated answers" in start.said
+    figures = trained.result.evaluation.preferences
+    assert figures["margin"] > 0
+    assert figures["kl"] >= 0
+    assert trained.result.evaluation.loss < 0.5
+
+
+@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
+def test_other_objectives_of_pairs_are_named(name: str, tmp_path: Path) -> None:
+    trained = run(pairs(), tmp_path / "run", objective=name, beta=0.5)
+    losses = trained.history.losses
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    has_reference = name == "ipo"
+    assert (tmp_path / "run" / FILE_NAME).exists() == has_reference
+
+
+@pytest.mark.parametrize("rows", [pairs(), thumbs()], ids=["pairs", "thumbs"])
+@pytest.mark.parametrize("method", ["mesp", "prge"])
+def test_a_resumed_run_has_the_same_bits(method: str, rows: Any, tmp_path: Path) -> None:
+    settings = {
+        "method": method,
+        "checkpoint_every": 3,
+        "eval_rows": rows[:6],
+        "schedule": "constant",
+    }
+    run(rows, tmp_path / "whole", 6, **settings)
+    run(rows, tmp_path / "parts", 3, **settings)
+    before = (tmp_path / "parts" / FILE_NAME).read_bytes()
+    run(rows, tmp_path / "parts", 6, resume=True, **settings)
+    assert (tmp_path / "parts" / FILE_NAME).read_bytes() == before
+    whole, parts = (sha256_file(tmp_path / part / ADAPTER) for part in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_changed_rows_are_seen_when_a_run_goes_on(tmp_path: Path) -> None:
+    run(pairs(), tmp_path / "run", 3, checkpoint_every=3)
+    with pytest.raises(ondevice.OndeviceError):
+        run(pairs()[::-1], tmp_path / "run", 6, resume=True)
+
+
+def test_a_second_answer_that_is_the_first_one_is_left_out_with_its_line(tmp_path: Path) -> None:
+    rows = pairs(8)
+    rows[3]["rejected"] = rows[3]["chosen"]
+    trained = run(write(tmp_path / "pairs.jsonl", rows), tmp_path / "run", 2)
+    (problem,) = trained.problems
+    assert (problem.line, problem.field) == (4, "rejected")
+
+
+def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(DataError) as caught:
+        run([row for row in thumbs() if row["label"]], out)
+    assert caught.value.received == "12 rows with up"
+    for rows, settings in (
+        (pairs(), {"objective": "kto"}),
+        (thumbs(), {"objective": "dpo"}),
+        (pairs(), {"method": "slideformer"}),
+        (pairs(), {"packing": True}),
+        (pairs(), {"objective": "accuracy", "method": "prge"}),
+        (pairs(), {"objective": "dpo", "margin": 1.0}),
+    ):
+        with pytest.raises(ConfigError):
+            run(rows, out, **settings)
+    assert not (out / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_method_that_cannot_is_refused_with_those_that_can(
+    dry: list[str], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "pairs.jsonl", pairs(8))
+    arguments = ["train", "tiny:llama", "--data", str(file), "--method", "slideformer", *dry]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "run")])
+    error = done.exception
+    assert isinstance(error, ConfigError)
+    name_methods(error)
+    assert set(error.methods) == {"full", "lora", "lora-fa", "mesp", "mezo", "prge"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_counts_both_texts_of_a_row(tmp_path: Path) -> None:
+    file = write(tmp_path / "pairs.jsonl", pairs(8))
+    plan = ondevice.plan("tiny:llama", file, method="lora", batch_size=3)
+    assert plan.request.batch_size == 6
+
+
+def test_another_rows_answer_stands_after_this_rows_prompt() -> None:
+    one = Item(Example((1, 2, 3, 4), (-100, -100, 3, 4)), prompt_tokens=2)
+    other = Item(Example((7, 8, 9, 10, 11), (-100, 8, 9, 10, 11)), prompt_tokens=1)
+    assert mismatched(one, other, 9) == Example((1, 2, 8, 9, 10, 11), (-100, -100, 8, 9, 10, 11))
+    assert mismatched(one, other, 5) == Example((2, 8, 9, 10, 11), (-100, 8, 9, 10, 11))
+    assert mismatched(one, other, 3) == Example((2, 8, 9), (-100, 8, 9))
