@@ -494,7 +494,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         raise ValueError(
-            f"'{text}' is no size of memory; expected 6GiB, 512MiB or a number of bytes"
+            f"'{text}' is not a size of memory; expected 6GiB, 512MiB or a number of bytes"
         )
     return int(
         float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")

@@ -29,7 +29,7 @@ class TokenBytes:
         added = tokenizer.added_tokens_decoder
         self._added = {number: token.content.encode() for number, token in added.items()}
         self.hidden = frozenset(number for number, token in added.items() if token.special)
-        """Tokens that are no text: special ones."""
+        """Special tokens, which have no text."""
         self._rules: list[dict[str, Any]] | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:

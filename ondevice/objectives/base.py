@@ -120,11 +120,11 @@ def objective(name: str, **settings: Any) -> Objective:
     """Return the objective of a name; a setting that is None is the objective's own.
 
     Raises:
-        ConfigError: it has no such setting, or there is no such objective.
+        ConfigError: an unknown name, or a setting that the objective lacks.
     """
     if name not in _CLASSES:
         raise ConfigError(
-            f"there is no objective {name!r}", expected=", ".join(objective_names()), received=name
+            f"unknown objective {name!r}", expected=", ".join(objective_names()), received=name
         )
     kind = _CLASSES[name]
     known = {one.name for one in fields(kind)}

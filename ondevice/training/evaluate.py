@@ -68,7 +68,7 @@ class EvalResult:
         tokens: labelled tokens of the right answers.
         seconds_s: wall time.
         predictions: one a row, in the order of the data.
-        metric, metric_value: what a template of one's own is judged by, if that is none of the above.
+        metric, metric_value: what a template of one's own is judged by, if it is another one.
         preferences: of preferences: rewards of chosen and rejected answers, margin, KL; then `loss` is the objective's
             and `accuracy` the share of rows in the right order.
     """

@@ -334,7 +334,7 @@ class PreferenceBatches:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return a JSON object, or nothing if there is none that can be read."""
+    """Return a JSON object; an empty one if the file cannot be read."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
