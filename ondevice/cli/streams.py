@@ -57,9 +57,9 @@ def open_streams() -> None:
         sys.stderr = Messages(sys.stderr.detach(), sys.stderr.encoding)
     codecs.register_error(_ERRORS, _replaced)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
-    if not is_unicode(sys.stdin) and hasattr(sys.stdin, "reconfigure"):
+    if isinstance(sys.stdin, io.TextIOWrapper) and not is_unicode(sys.stdin):
         sys.stdin.reconfigure(encoding="utf-8")
 
 

@@ -64,7 +64,7 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         raise ConfigError(
             "a text holds half a surrogate pair",
-            expected="whole characters: JSON writes those beyond U+FFFF as two \\u escapes",
+            expected="valid UTF-8; JSON has two \\u escapes for a character beyond U+FFFF",
             received=ascii(text[max(0, error.start - 10) : error.end + 10]),
         ) from None
 

@@ -64,8 +64,10 @@ def test_a_real_write_limit_is_a_storage_error(tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with pytest.raises(StorageError):
+        with pytest.raises(StorageError) as caught:
             atomic_write(tmp_path / "file", bytes(1 << 20))
+        assert "larger than a file may be" in str(caught.value)
+        assert "ulimit -f" in str(caught.value)
         with pytest.raises(StorageError):
             with atomic_directory(tmp_path / "folder") as folder:
                 (folder / "part").write_bytes(bytes(1 << 20))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +161,19 @@ def test_the_limit_of_a_nested_cgroup_counts(tmp_path: Path, v1: bool) -> None:
     limited(mounted / "user.slice", "5000", 4500, v1)  # the others in it leave 500
     assert machine._container(tmp_path, own) == (2000, 1500)
     assert machine._container(tmp_path, f"{line}/../../etc\n")[0] is None
+
+
+def test_the_address_space_that_this_process_may_have_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ulimit -v`: what the process has mapped already is taken."""
+    monkeypatch.setattr(machine, "_own_limit", lambda: 1000)
+    assert machine.total_bytes() == 1000
+    assert machine.available_bytes() == 0
+
+
+def test_the_limit_of_this_process_is_the_shell_s() -> None:
+    code = "from ondevice.planning.devices import total_bytes; print(total_bytes())"
+    line = f"ulimit -v 4000000; {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == min(4_000_000 << 10, machine.total_bytes())
