@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import BusyError, OndeviceError, StorageError, TrainingError
 from ondevice.server import worker
@@ -27,6 +28,9 @@ from ondevice.server.worker_process import (
     reported_error,
     start_process,
 )
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -113,15 +117,7 @@ class Supervisor(threading.Thread):
             folder.mkdir(mode=0o700, exist_ok=True)
             spec = JobSpec.parse(job.spec, "job")
             config = resolve(spec, self.store, folder / worker.RUN)
-            values = {
-                "attempt": job.attempt,
-                "config": config.model_dump(mode="json"),
-                "artifact": str(artifact_folder(self.store, spec.artifact))
-                if spec.artifact
-                else None,
-                "adapter": str(adapter_folder(self.store, spec.adapter)) if spec.adapter else None,
-                "force": spec.force,
-            }
+            values = job_values(job, spec, config, self.store)
             self.make_room()
             process = start_process(self.python, folder, values)
         except (OndeviceError, OSError) as error:
@@ -254,3 +250,23 @@ def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
     if isinstance(error, OndeviceError):
         return error
     return StorageError(f"{message}: {error.strerror or error}")
+
+
+def job_values(job: Job, spec: JobSpec, config: RunConfig, store: Store) -> dict[str, Any]:
+    """Return what a job's worker reads (`worker.JOB`).
+
+    The run file has only what the job names: what it leaves open the run decides, once.
+    """
+    artifact = None
+    if spec.artifact:
+        artifact = str(artifact_folder(store, spec.artifact))
+    adapter = None
+    if spec.adapter:
+        adapter = str(adapter_folder(store, spec.adapter))
+    return {
+        "attempt": job.attempt,
+        "config": config.model_dump(mode="json", exclude_unset=True),
+        "artifact": artifact,
+        "adapter": adapter,
+        "force": spec.force,
+    }

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import sha256_file, sha256_spread
+from ondevice.core.capabilities import OwnPrecision
+from ondevice.core.registry import methods
 from ondevice.data.examples import rows_sha256, template_sha256, tokenizer_sha256
 from ondevice.data.readers.files import check_source, hash_files
 from ondevice.data.tasks.task import is_template
@@ -152,10 +154,16 @@ def recorded_decisions(out: Path) -> dict[str, Any]:
     start = read_start(out / FILE_NAME)
     if start is None:
         return {}
-    # An older log has neither its date nor its threads among its choices.
-    older = {DATE: iso(start.time_s)}
+    # An older log has its date, threads and precision elsewhere than among its choices.
+    older: dict[str, Any] = {DATE: iso(start.time_s)}
     if "threads" in start.environment:
         older["threads"] = start.environment["threads"]
+    method = start.config.get("method", {})
+    for own in (
+        spec.capability(OwnPrecision) for spec in methods() if spec.name == method.get("name")
+    ):
+        if own is not None and own.setting in method:
+            older[f"method.{own.setting}"] = method[own.setting]
     return {**older, **start.decided}
 
 
