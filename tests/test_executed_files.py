@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 60),
-        ("lora", "torch", 55),
-        ("mesp", "mlx", 60),
-        ("prge", "torch", 64),
-        ("slideformer", "torch", 73),
+        ("mesp", "torch", 62),
+        ("lora", "torch", 57),
+        ("mesp", "mlx", 62),
+        ("prge", "torch", 66),
+        ("slideformer", "torch", 75),
     ],
 )
 def test_a_run_calls_few_files(

@@ -309,3 +309,8 @@ def metal() -> bool:
     if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
         return False
     return bool(importlib.import_module("mlx.core").metal.is_available())
+
+
+def has_liger(device: str) -> bool:
+    """Return True if liger-kernel is installed and `device` is a GPU."""
+    return device.startswith("cuda") and importlib.util.find_spec("liger_kernel") is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import MissingPackageError
-from ondevice.core.kernels import has_liger
+from ondevice.core.method import has_liger
 from ondevice.core.session import IGNORE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import OndeviceError
-from ondevice.core.kernels import has_liger
+from ondevice.core.method import has_liger
 from ondevice.planning.devices import backend_for, resolve_device
 from ondevice.training.identity import PLACEMENT
 

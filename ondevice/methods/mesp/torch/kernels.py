@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from ondevice.core.errors import MissingPackageError
-from ondevice.core.kernels import has_liger
+from ondevice.core.method import has_liger
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
 from ondevice.nn.cross_entropy import cast, joined, times, wide
 

@@ -297,7 +297,7 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(
     from ondevice.methods.mesp.torch import kernels
 
     monkeypatch.setattr(
-        "ondevice.core.kernels.importlib.util.find_spec",
+        "importlib.util.find_spec",
         lambda name: object() if package else None,
     )
     if taken is None:
