@@ -277,9 +277,10 @@ def test_what_nothing_reads_is_named_and_refused_if_asked(ondevice, tmp_path) ->
         refused = ondevice(*verb, "--strict-columns")
         assert refused.code == DATA and "id (4)" in refused.err, refused.err
     for extra in ([], ["--max-length", 64], ["--streaming"]):
-        dry = ondevice("train", *options, "--dry-run", "--strict-columns", *extra)
-        assert dry.code == DATA and "id (4)" in dry.err, dry.err
-        assert ondevice("train", *options, "--dry-run", *extra).code == 0
+        dry = ("train", *options, "--overwrite", "--dry-run", *extra)
+        refused = ondevice(*dry, "--strict-columns")
+        assert refused.code == DATA and "id (4)" in refused.err, refused.err
+        assert ondevice(*dry).code == 0
     held_out = write_rows(
         tmp_path / "held-out.jsonl", [{"instruction": "Name a nut.", "output": "Hazel."}]
     )
