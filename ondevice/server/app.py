@@ -55,6 +55,26 @@ SCHEMES = {
 }
 
 
+MODULES = (
+    system,
+    uploads,
+    data,
+    templates,
+    jobs,
+    adapters,
+    fleets,
+    completions,
+    predict,
+    tables,
+    files,
+    fine_tuning,
+    unsupported,
+    thumbs,
+    conversions,
+)
+"""The routes of /v1, in the order in which they are tried."""
+
+
 def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
     """Build the application. Without a daemon it serves only its OpenAPI document.
 
@@ -67,7 +87,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         summary="Fine-tune language models on this machine",
         description="Every response with a status of 400 or more is an `ErrorResponse`. Once a token "
         "exists, every request but GET /v1/health and POST /v1/session needs one, as "
-        "`Authorization: Bearer TOKEN` or as the session's cookie.",
+        "`Authorization: Bearer TOKEN` or as the session's cookie; before that none is needed.",
         openapi_url="/v1/openapi.json",
         lifespan=life,
         docs_url=None,
@@ -86,30 +106,15 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
     def document() -> dict[str, Any]:
         schema = plain()
         schema.setdefault("components", {})["securitySchemes"] = SCHEMES
-        schema["security"] = [{name: []} for name in SCHEMES]
+        schema["security"] = [{}, *({name: []} for name in SCHEMES)]
         for path, verb in (("/v1/health", "get"), ("/v1/session", "post")):
             schema["paths"][path][verb]["security"] = []
         return schema
 
     app.openapi = document
     app.state.daemon = daemon
-    for module in (
-        system,
-        uploads,
-        data,
-        templates,
-        jobs,
-        adapters,
-        fleets,
-        completions,
-        predict,
-        tables,
-        files,
-        fine_tuning,
-        unsupported,
-        thumbs,
-        conversions,
-    ):
+    app.state.routes = [route for module in MODULES for route in module.router.routes]
+    for module in MODULES:
         app.include_router(module.router)
     add_handlers(app)
     if PAGE.is_dir():

@@ -45,7 +45,7 @@ class ConversionRequest(StrictConfig):
     adapter: str = Field(max_length=64)
     """An adapter of GET /v1/adapters."""
 
-    to: str = Field(max_length=40)
+    to: str = Field(max_length=40, json_schema_extra={"enum": list(form_names())})
     """A format of GET /v1/forms."""
 
     model: str | None = Field(default=None, min_length=1, max_length=200)

@@ -55,7 +55,9 @@ class Method(Documented):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(default="supervised", max_length=64)
+    type: str = Field(
+        default="supervised", max_length=64, json_schema_extra={"enum": ["supervised"]}
+    )
     """Only supervised."""
     supervised: Supervised = Supervised()
 
@@ -79,7 +81,7 @@ class FineTuningRequest(Documented):
     seed: int | None = Field(default=None, ge=0, lt=2**31)
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     """Texts of the client, which the job returns."""
-    integrations: list[Any] | None = None
+    integrations: list[Any] | None = Field(default=None, json_schema_extra={"maxItems": 0})
     """Not supported."""
     config: dict[str, Any] = {}
     """Sections of a run file, as for POST /v1/jobs; not in OpenAI's API."""

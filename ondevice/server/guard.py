@@ -188,7 +188,7 @@ class Guard:
             is_form = kind == FORM and path == FORM_PATH
             if is_form and "authorization" not in headers:
                 hint = "Authorization: Bearer TOKEN; any word will do if the server needs no token"
-                return (415, "a form without an Authorization header",
+                return (403, "a form without an Authorization header",
                         "the header, which another page cannot send", "none", hint)  # fmt: skip
             if (
                 not is_form

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from ondevice.api.export import run_config
 from ondevice.api.runfile import RunConfig
@@ -53,7 +53,7 @@ class Window(StrictConfig):
 class Limits(StrictConfig):
     """Limits of a job: memory, time, and crashes in a row."""
 
-    memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
+    memory_bytes: int | None = Field(default=None, ge=1 << 20, le=1 << 50)
     """Memory of all processes of the job, without pages of files. A job that exceeds it fails."""
     time_s: float | None = Field(default=None, gt=0, lt=1e9)
     """Total seconds of running. A job that exceeds it saves its state and fails."""
@@ -61,8 +61,19 @@ class Limits(StrictConfig):
     """Crashes in a row, without a new checkpoint between them, after which a job fails."""
 
 
+def one_of(*names: str) -> dict[str, Any]:
+    """Say in a JSON schema that a request gives exactly one of these fields a value."""
+    ways = []
+    for name in names:
+        others = {other: {"type": "null"} for other in names if other != name}
+        ways.append({"required": [name], "properties": {name: {"type": "string"}, **others}})
+    return {"oneOf": ways}
+
+
 class JobSpec(StrictConfig):
     """A job in the store: what to train, with which rows, and how it may run."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("model", "artifact"))
 
     name: str = Field(default="", max_length=200)
     """For people."""

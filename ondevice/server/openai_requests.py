@@ -82,7 +82,7 @@ class StreamOptions(BaseModel):
 class CompletionRequest(Documented):
     """The fields of both kinds of request."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
 
     model: str = Field(min_length=1, max_length=200)
     """A model, adapter or artifact of GET /v1/models. An adapter is used with its base model."""
@@ -105,11 +105,31 @@ class CompletionRequest(Documented):
     """Subtracted from the logits of the text's tokens."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted as often as a token occurs in the text."""
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, float] | None = Field(
+        default=None,
+        max_length=1024,
+        json_schema_extra={
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+    )
     """Added to logits, -100 to 100 by token id."""
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63,
+        json_schema_extra={"minimum": -(2**53), "maximum": 2**53},
+    )  # fmt: skip
     """Gives the same texts on the same machine; the n-th text takes the n-th seed from it."""
-    stop: str | list[str] | None = Field(default=None, max_length=1000)
+    stop: str | list[str] | None = Field(
+        default=None,
+        max_length=1000,
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4},
+                {"type": "null"},
+            ]
+        },
+    )
     """Texts that end the generation, at most four."""
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     """Tokens that end the generation, too."""
@@ -229,7 +249,9 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(max_length=100_000)
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        max_length=100_000, json_schema_extra={"minItems": 1}
+    )
     """A text or its token ids, or a list of either."""
     max_tokens: int | None = Field(default=16, ge=0, le=1 << 20)
     """0 only reads the prompt."""

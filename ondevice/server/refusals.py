@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from ondevice.core.errors import (
     ArtifactError,
@@ -116,12 +117,23 @@ async def refuse_request(request: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-    message = MESSAGES.get(status, "the request was refused")
     path = request.url.path
+    if status in (404, 405) and path.startswith("/v1/") and (allowed := _methods(request)):
+        status = 405
+        headers["Allow"] = ", ".join(sorted(allowed))
+    message = MESSAGES.get(status, "the request was refused")
     if status == 404 and path.startswith("/v1/") and not is_openai(path):
         values = {"error": "Refused", "message": message, "hint": "GET /v1/openapi.json lists them"}
         return json_response(404, error_body(404, values, missing="not_found"), headers)
     return refused(status, message, headers=headers, path=path)
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods that a path takes; a literal path comes before one with an id in it."""
+    routes = [route for route in request.app.state.routes
+              if route.matches(request.scope)[0] is not Match.NONE]  # fmt: skip
+    fewest = min((route.path.count("{") for route in routes), default=0)
+    return {verb for route in routes if route.path.count("{") == fewest for verb in route.methods}
 
 
 async def report_bug(request: Request, error: Exception) -> Response:

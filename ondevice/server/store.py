@@ -141,9 +141,9 @@ class MissingError(ConfigError):
     """The store has nothing with this name."""
 
 
-def not_listed(after: str) -> ConfigError:
+def not_listed(after: str) -> MissingError:
     """Build the error for a page that begins after an id that the list does not have."""
-    return ConfigError(
+    return MissingError(
         f"{after} is not in this list",
         expected="the last id of the page before",
         received=after,

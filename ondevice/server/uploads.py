@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ondevice.artifact.files import fsync_folder, fsync_tree, sha256_file, storage_errors
 from ondevice.artifact.manifest import read_manifest
@@ -37,7 +37,7 @@ from ondevice.core.errors import (
 from ondevice.core.untrusted import read_object
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.jobs import OPTIONS, TASK_NAME, locate_task
-from ondevice.server.store import MissingError, Store, new_id
+from ondevice.server.store import ID, MissingError, Store, new_id
 from ondevice.server.unpack import unpack
 
 Kind = Literal["dataset", "model", "artifact", "adapter"]
@@ -57,8 +57,28 @@ PROBLEMS = 100
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
 
 
+_ENDINGS = "|".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
+_NAMES = {"dataset": rf"[^./]\.({_ENDINGS})$", "model": f"^{ID.pattern}$", "artifact": f"^{ID.pattern}$",
+          "adapter": "."}  # fmt: skip
+
+
 class UploadRequest(StrictConfig):
     """The body of POST /v1/uploads."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {
+                    "properties": {
+                        "kind": {"const": kind},
+                        "name": {"pattern": pattern},
+                        "bytes": {"maximum": LIMITS[kind]},
+                    }
+                }
+                for kind, pattern in _NAMES.items()
+            ]
+        }
+    )
 
     kind: Kind
     """Rows as a file; a model, an artifact or an adapter as a zip of its folder."""
@@ -230,12 +250,12 @@ def rows_file(store: Store, name: str) -> Path:
     """Return the rows of an upload that has arrived, before its check; its ending is the file's.
 
     Raises:
-        ConfigError: it is not of rows, or parts are missing.
+        IncompleteError: it is not of rows, or parts are missing.
         BusyError: it is being finished.
     """
     upload = get(store, name)
     if upload["kind"] != "dataset":
-        raise ConfigError("not an upload of rows", expected="dataset", received=upload["kind"])
+        raise IncompleteError("the upload has no rows", expected="dataset", received=upload["kind"])
     _ensure_complete(upload)
     folder = store.path("uploads", name)
     file = folder / f"rows{Path(upload['name']).suffix.lower()}"

@@ -208,7 +208,7 @@ def test_a_form_of_another_page_is_refused(served) -> None:
         statuses.append((answer.status, json.loads(answer.read())["error"]["message"]))
     connection.request("POST", "/v1/jobs", body, headers)
     assert connection.getresponse().status == 415
-    assert statuses[0][0] == 415 and "Authorization" in statuses[0][1]
+    assert statuses[0][0] == 403 and "Authorization" in statuses[0][1]
     assert statuses[1][0] == 422 and "has no file" in statuses[1][1]
 
 

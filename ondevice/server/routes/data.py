@@ -110,7 +110,7 @@ def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
 
 
 @router.delete("/models/{model}", response_model=schemas.Done, responses=REFUSALS)
-def delete_model(daemon: Serving, model: Id) -> dict[str, bool]:
+def delete_model(daemon: Serving, model: Annotated[str, Path(max_length=200)]) -> dict[str, bool]:
     """Delete a model of the store that no waiting or running job uses."""
     return _delete(daemon, "model", model)
 

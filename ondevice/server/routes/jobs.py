@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -144,12 +144,22 @@ def delete_job(daemon: Serving, job: Id) -> dict[str, bool]:
     return {"ok": True}
 
 
-@router.post("/{job}/{verb}", response_model=schemas.JobResponse)
-def ask_job(
-    daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]
-) -> schemas.JobResponse:
-    """Pause, resume or cancel a job. A pause ends the current step and saves the state."""
-    return _answer(daemon, daemon.queue.ask(job, verb))
+@router.post("/{job}/pause", response_model=schemas.JobResponse)
+def pause_job(daemon: Serving, job: Id) -> schemas.JobResponse:
+    """Pause a job: it ends the current step and saves its state."""
+    return _answer(daemon, daemon.queue.ask(job, "pause"))
+
+
+@router.post("/{job}/resume", response_model=schemas.JobResponse)
+def resume_job(daemon: Serving, job: Id) -> schemas.JobResponse:
+    """Let a paused or failed job go on from its last checkpoint."""
+    return _answer(daemon, daemon.queue.ask(job, "resume"))
+
+
+@router.post("/{job}/cancel", response_model=schemas.JobResponse)
+def cancel_job(daemon: Serving, job: Id) -> schemas.JobResponse:
+    """Cancel a job for good."""
+    return _answer(daemon, daemon.queue.ask(job, "cancel"))
 
 
 @router.get(

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from ondevice.server import schemas
 from ondevice.server.daemon import Daemon
-from ondevice.server.routes import Serving
+from ondevice.server.routes import Serving, json_response
 from ondevice.server.uploads import naming
 
 router = APIRouter(prefix="/v1/tables", tags=["predict"])
@@ -20,7 +20,7 @@ Name = Annotated[
     str,
     Query(
         max_length=200,
-        pattern=r"(?i)\.(csv|tsv|jsonl|ndjson|json|xlsx|txt)$",
+        pattern=r"[^./\\]\.(csv|tsv|jsonl|ndjson|json|xlsx|txt)$",
         description="The file's name; its ending says what kind of table it is.",
     ),
 ]
@@ -39,10 +39,10 @@ Name = Annotated[
         }
     },
 )
-async def read_table(daemon: Serving, name: Name, request: Request) -> dict[str, Any]:
+async def read_table(daemon: Serving, name: Name, request: Request) -> Response:
     """Return the rows of a CSV, Excel, JSON or text file; nothing is stored."""
     content = await request.body()
-    return await daemon.pools.rows.run(_read, daemon, name, content)
+    return json_response(200, await daemon.pools.rows.run(_read, daemon, name, content))
 
 
 def _read(daemon: Daemon, name: str, content: bytes) -> dict[str, Any]:

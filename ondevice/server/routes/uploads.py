@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from ondevice.server import schemas, uploads
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import Id, Serving, json_response
 from ondevice.server.routes.data import look_at_file, preview_file
 from ondevice.server.uploads import PART_BYTES, FinishRequest, UploadRequest
 
@@ -91,11 +91,12 @@ async def finish_upload(
 
 
 @router.get("/{upload}/columns", response_model=schemas.Columns)
-async def upload_columns(daemon: Serving, upload: Id) -> dict[str, Any]:
+async def upload_columns(daemon: Serving, upload: Id) -> Response:
     """Return the columns and first rows of a file that has arrived, before it is checked."""
-    return await daemon.pools.rows.run(
+    found = await daemon.pools.rows.run(
         lambda: look_at_file(daemon, uploads.rows_file(daemon.store, upload))
     )
+    return json_response(200, found)
 
 
 @router.post("/{upload}/preview", response_model=schemas.PreviewResponse)

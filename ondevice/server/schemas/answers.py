@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
-from ondevice.server.jobs import MOST_ROWS, TASK_NAME
+from ondevice.server.jobs import MOST_ROWS, TASK_NAME, one_of
 from ondevice.server.schemas.common import ResponseBody
 
 
@@ -22,7 +22,7 @@ class Message(BaseModel):
 class GenerateRequest(Documented):
     """The body of POST /v1/generate."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=one_of("model", "artifact"))
 
     model: str | None = Field(default=None, min_length=1, max_length=200)
     """A model of GET /v1/models, or a hub id. Give either a model or an artifact."""
@@ -30,7 +30,9 @@ class GenerateRequest(Documented):
     """An artifact of GET /v1/artifacts for PyTorch, whose packed weights generate."""
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters; None for the active one."""
-    prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
+    prompt: str | list[Message] = Field(
+        min_length=1, max_length=100_000, json_schema_extra={"minItems": 1}
+    )
     """A text to continue, or a chat to reply to."""
     max_new_tokens: int = Field(default=64, ge=1, le=1024)
     temperature: float = Field(default=0.0, ge=0, le=10)
@@ -118,7 +120,9 @@ class ThumbRequest(Documented):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
+    prompt: str | list[Message] = Field(
+        min_length=1, max_length=100_000, json_schema_extra={"minItems": 1}
+    )
     """The prompt: a text that was continued, or a conversation up to its last user turn."""
     answer: str = Field(min_length=1, max_length=100_000)
     liked: bool

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from ondevice.core.config import Documented
-from ondevice.server.jobs import TASK_NAME
+from ondevice.server.jobs import TASK_NAME, one_of
 from ondevice.server.schemas.common import ResponseBody, RowProblem
 
 
@@ -119,7 +119,7 @@ class TableRequest(Documented):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(max_length=200, pattern=r"(?i)\.(csv|tsv|jsonl|xlsx)$")
+    name: str = Field(max_length=200, pattern=r"[^./\\]\.(csv|tsv|jsonl|xlsx)$")
     """The file's name; its ending says what kind of table to write."""
     like: str | None = Field(default=None, max_length=200)
     """The name of the file that the rows are from: the numbers of an Excel sheet stay numbers."""
@@ -172,7 +172,7 @@ class Chosen(ResponseBody):
 class PreviewRequest(Documented):
     """The body of POST /v1/datasets/ID/preview. A model or an artifact reads the rows."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=one_of("model", "artifact"))
 
     model: str | None = Field(default=None, max_length=200)
     """A model of GET /v1/models, or a hub id."""

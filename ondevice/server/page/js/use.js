@@ -110,7 +110,7 @@ function dropArea(task, place, signal, taken) {
     clear();
     place.clear();
     try {
-      const found = await post(`/v1/tables/read?name=${encodeURIComponent(chosen.name)}`, chosen, signal);
+      const found = await post(`/v1/tables/read?name=${encodeURIComponent(chosen.name.toLowerCase())}`, chosen, signal);
       content = { ...found, name: chosen.name };
       taken();
       setText(about, `${chosen.name}: ${number(found.rows.length)} rows`);

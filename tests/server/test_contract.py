@@ -1,0 +1,48 @@
+"""The daemon keeps the contract of its OpenAPI document, by schemathesis over every operation."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+pytest.importorskip("schemathesis", reason="a development package")
+
+from tests.server.running import DaemonProcess
+from tests.warm import Warm
+
+LIMIT_S = 25
+FEWEST = 100
+"""Requests that a slow machine sends in that time."""
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+
+
+def test_no_response_breaks_the_contract(tmp_path: Path, warm: Warm) -> None:
+    """The boundary values of every schema, then random ones and chains of requests while time is left."""
+    with DaemonProcess(tmp_path / "store", python=warm.python) as daemon:
+        command = [
+            sys.executable,
+            "-c",
+            "from schemathesis.cli import schemathesis; schemathesis()",
+        ]
+        limits = ["--max-time", str(LIMIT_S), "--max-examples", "3", "--seed", "1", "--no-color"]
+        address = f"{daemon.address}/v1/openapi.json"
+        done = subprocess.run(
+            [*command, "--config-file", str(CONFIG), "run", address, *limits],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+        cases = re.search(r"(\d+) generated", done.stdout)
+        assert cases is not None and int(cases[1]) > FEWEST, done.stdout[-2000:]
+        told = daemon.stop()
+    assert "Traceback" not in told
