@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import subprocess
@@ -22,6 +23,21 @@ FEWEST = 100
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
+def test_a_method_that_a_path_does_not_take_names_those_that_it_does(served) -> None:
+    document = served.client.ask("GET", "/v1/openapi.json")
+    host = served.daemon.address.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=60)
+    for path, verbs in document["paths"].items():
+        if not path.startswith("/v1/"):
+            continue
+        connection.request("OPTIONS", re.sub(r"{\w+}", "x", path))
+        answer = connection.getresponse()
+        answer.read()
+        allowed = {verb.strip() for verb in answer.headers.get("Allow", "").split(",")}
+        assert answer.status == 405, path
+        assert allowed == {verb.upper() for verb in verbs if verb != "parameters"}, path
+
+
 def test_no_response_breaks_the_contract(tmp_path: Path, warm: Warm) -> None:
     """The boundary values of every schema, then random ones and chains of requests while time is left."""
     with DaemonProcess(tmp_path / "store", python=warm.python) as daemon:
@@ -30,7 +46,7 @@ def test_no_response_breaks_the_contract(tmp_path: Path, warm: Warm) -> None:
             "-c",
             "from schemathesis.cli import schemathesis; schemathesis()",
         ]
-        limits = ["--max-time", str(LIMIT_S), "--max-examples", "3", "--seed", "1", "--no-color"]
+        limits = ["--max-time", str(LIMIT_S), "--max-examples", "10", "--seed", "1", "--no-color"]
         address = f"{daemon.address}/v1/openapi.json"
         done = subprocess.run(
             [*command, "--config-file", str(CONFIG), "run", address, *limits],
