@@ -31,7 +31,7 @@ from benchmarks.common import ROOT, finish, median, parse_args
 from ondevice.core.errors import OndeviceError
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.training import choices, length
-from ondevice.training.events import FILE_NAME, read_log, read_start
+from ondevice.training.events import FILE_NAME, Resume, read_log, read_start
 from ondevice.training.identity import DATE
 
 NEEDS = ()
@@ -132,7 +132,7 @@ def choice_of(out: Path) -> str:
 def changed(out: Path) -> int:
     """Return how many resumes computed with something else than the run's beginning."""
     events = [entry.event for entry in read_log(out / FILE_NAME).entries]
-    resumes = [event for event in events if event.kind == "resume"]
+    resumes = [event for event in events if isinstance(event, Resume)]
     assert len(resumes) == 1, out
     settings_of_a_resume = {"train.steps"}
     return sum(bool(set(event.changed) - settings_of_a_resume) for event in resumes)
@@ -166,7 +166,8 @@ def main() -> None:
                     refused = start(kind, rows, out, 2, True, False)
             row["refusals"] += filter(None, [refused])
             row["choices"].add(choice_of(out))
-            row["changed"] += changed(out)
+            if not refused:
+                row["changed"] += changed(out)
             loads.append(os.getloadavg()[0])
             print(f"{turn + 1}/{args.runs}", end="\r", file=sys.stderr, flush=True)
     rows_of_table = [
