@@ -3,7 +3,8 @@
 Each of `--runs` runs is started with everything left to the machine, and resumed. Of five, one goes
 through the command (`ondevice train`), the others through `ondevice.train`. Before a resume in this
 process everything that a run measures is made to say something else: bfloat16 units, placement,
-length, method, kernels, threads. So many busy processes run next to it that the load is `--load`.
+length, method, kernels, threads. Several run at the same time (`--jobs`), with so many busy
+processes next to them that the load is at least `--load`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ COMMAND_EVERY = 5
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--load", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=4, help="runs at the same time")
 
 
 def _burn() -> None:
@@ -138,52 +140,69 @@ def changed(out: Path) -> int:
     return sum(bool(set(event.changed) - settings_of_a_resume) for event in resumes)
 
 
+def turn_of(given: tuple[int, str]) -> dict[str, Any]:
+    """Start a run and resume it; return what it chose and what was refused."""
+    turn, folder = given
+    kind = list(KINDS)[turn % len(KINDS)]
+    rows = Path(folder) / "rows.jsonl"
+    out = Path(folder) / str(turn)
+    by_command = turn % COMMAND_EVERY == 0
+    refusals = [start(kind, rows, out, 1, False, by_command)]
+    taken = [choice_of(out)]
+    if by_command:
+        refusals.append(start(kind, rows, out, 2, True, True))
+    else:
+        with other_measurements(turn):
+            refusals.append(start(kind, rows, out, 2, True, False))
+    taken.append(choice_of(out))
+    return {
+        "kind": kind,
+        "by_command": by_command,
+        "choices": taken,
+        "refusals": [text for text in refusals if text],
+        "changed": 0 if refusals[1] else changed(out),
+        "load": os.getloadavg()[0],
+    }
+
+
 def main() -> None:
     args = parse_args(__doc__, arguments)
     for name in choices.NAMED_THREADS:  # they would name what is to be chosen
         os.environ.pop(name, None)
-    table = {kind: {"choices": set(), "refusals": [], "changed": 0, "runs": 0, "by_command": 0}
-             for kind in KINDS}  # fmt: skip
-    loads = []
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, busy(args.load) as count:
-        rows = Path(folder) / "rows.jsonl"
+    done = []
+    pools = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        busy(args.load - args.jobs) as count,
+        pools.Pool(args.jobs) as pool,
+    ):
         given = [{"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]} for i in range(12)]
-        rows.write_text("\n".join(map(json.dumps, given)) + "\n")
-        for turn in range(args.runs):
-            kind = list(KINDS)[turn % len(KINDS)]
-            row = table[kind]
-            out = Path(folder) / str(turn)
-            by_command = turn % COMMAND_EVERY == 0
-            row["runs"] += 1
-            row["by_command"] += by_command
-            row["refusals"] += filter(None, [start(kind, rows, out, 1, False, by_command)])
-            row["choices"].add(choice_of(out))
-            if by_command:
-                refused = start(kind, rows, out, 2, True, True)
-            else:
-                with other_measurements(turn):
-                    refused = start(kind, rows, out, 2, True, False)
-            row["refusals"] += filter(None, [refused])
-            row["choices"].add(choice_of(out))
-            if not refused:
-                row["changed"] += changed(out)
-            loads.append(os.getloadavg()[0])
-            print(f"{turn + 1}/{args.runs}", end="\r", file=sys.stderr, flush=True)
-    rows_of_table = [
-        {
-            "kind": kind,
-            "starts": row["runs"],
-            "resumes": row["runs"],
-            "by_command": 2 * row["by_command"],
-            "choices": len(row["choices"]),
-            "refusals": len(row["refusals"]),
-            "changed": row["changed"],
-            "choice": "; ".join(sorted(row["choices"])),
-            "errors": "; ".join(row["refusals"]),
-        }
-        for kind, row in table.items()
-    ]
+        rows = "\n".join(map(json.dumps, given)) + "\n"
+        (Path(folder) / "rows.jsonl").write_text(rows)
+        turns = [(turn, folder) for turn in range(args.runs)]
+        for result in pool.imap_unordered(turn_of, turns):
+            done.append(result)
+            print(f"{len(done)}/{args.runs}", end="\r", file=sys.stderr, flush=True)
+    loads = [result["load"] for result in done]
+    table = {kind: [result for result in done if result["kind"] == kind] for kind in KINDS}
+    rows_of_table = []
+    for kind, results in table.items():
+        taken = {text for result in results for text in result["choices"]}
+        refused = [text for result in results for text in result["refusals"]]
+        rows_of_table.append(
+            {
+                "kind": kind,
+                "starts": len(results),
+                "resumes": len(results),
+                "by_command": 2 * sum(result["by_command"] for result in results),
+                "choices": len(taken),
+                "refusals": len(refused),
+                "changed": sum(result["changed"] for result in results),
+                "choice": "; ".join(sorted(taken)),
+                "errors": "; ".join(refused),
+            }
+        )
     finish(
         "training/starts",
         rows_of_table,
@@ -201,7 +220,7 @@ def main() -> None:
         ],
         notes=[
             f"Load average {min(loads):.1f} to {max(loads):.1f}, median {median(loads):.1f}, with "
-            f"{count} busy processes of this benchmark; {time.perf_counter() - began:.0f} s in all. "
+            f"{count} busy processes of this benchmark and {args.jobs} runs at a time; {time.perf_counter() - began:.0f} s in all. "
             f"Chosen: {rows_of_table[0]['choice']}"
         ],
     )
