@@ -220,7 +220,8 @@ def main() -> None:
         ],
         notes=[
             f"Load average {min(loads):.1f} to {max(loads):.1f}, median {median(loads):.1f}, with "
-            f"{count} busy processes of this benchmark and {args.jobs} runs at a time; {time.perf_counter() - began:.0f} s in all. "
+            f"{count} busy processes of this benchmark and {args.jobs} runs at a time; "
+            f"{time.perf_counter() - began:.0f} s in all. "
             f"Chosen: {rows_of_table[0]['choice']}"
         ],
     )
