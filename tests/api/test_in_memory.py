@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ondevice
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
@@ -27,6 +28,11 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
+def same(value: Any) -> Any:
+    """Return what equals a value: on a GPU the model's source is computed there, and it is not."""
+    return pytest.approx(value, rel=1e-3 if torch.cuda.is_available() else 1e-9)
+
+
 def loss_of(model: Any, **options: Any) -> float:
     return ondevice.evaluate(model, ROWS, **options).loss
 
@@ -44,7 +50,7 @@ def test_a_model_in_memory_computes_with_what_was_trained(method: str) -> None:
         trained = run.out / "model-ordinary"
     after = loss_of(loaded)
     assert abs(after - before) > 1e-3
-    assert after == loss_of(trained, **options)
+    assert after == same(loss_of(trained, **options))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_models_of_other_layers_compute_with_their_adapter(family: str, settings
     run = ondevice.train(loaded, ROWS, **settings, **STRONG)
     after = loss_of(loaded)
     assert abs(after - before) > 1e-4
-    assert after == loss_of(f"tiny:{family}", adapter=run)
+    assert after == same(loss_of(f"tiny:{family}", adapter=run))
 
 
 @pytest.mark.parametrize("method", ["lora", "mesp", "prge"])
@@ -73,9 +79,9 @@ def test_a_second_run_begins_at_the_base_model(method: str) -> None:
     first = ondevice.train(loaded, ROWS, **settings)
     notes: list[Any] = []
     second = ondevice.train(loaded, ROWS, sinks=[notes.append], **settings)
-    assert second.history.losses == first.history.losses
+    assert second.history.losses == same(first.history.losses)
     assert any("taken out of the model" in text for text in notes[0].said)
-    assert loss_of(loaded) == loss_of("tiny:llama", adapter=second)
+    assert loss_of(loaded) == same(loss_of("tiny:llama", adapter=second))
 
 
 def test_a_run_that_fails_leaves_a_model_that_trains_again() -> None:
