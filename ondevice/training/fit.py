@@ -172,16 +172,15 @@ def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]
 
 def with_answers(config: RunConfig, rows: RunRows) -> RunConfig:
     """Return the run with the answers of its rows in the method's settings, if its loss is over them."""
-    if objective_of(config.train) is not None:
-        return config
+    method = config.method.with_answers(partial(_answers, rows))
+    return config.model_copy(update={"method": method})
 
-    def answers() -> tuple[tuple[int, ...], str]:
-        found, reason = label_tokens_of_rows(rows.train)
-        if rows.stream is not None and len(found) == 1:
-            return (), "the first window has one label alone"
-        return found, reason
 
-    return config.model_copy(update={"method": config.method.with_answers(answers)})
+def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
+    found, reason = label_tokens_of_rows(rows.train)
+    if rows.stream is not None and len(found) == 1:
+        return (), "the first window has one label alone"
+    return found, reason
 
 
 def run_identity(config: RunConfig, rows: RunRows, options: Options) -> dict[str, Any]:
