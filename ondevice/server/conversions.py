@@ -70,7 +70,7 @@ class Conversions:
 
     Args:
         running_job: called before each conversion for the job next to which it must fit; see
-            `server.generate.generate_both`.
+            `server.engine.model.hold`.
     """
 
     def __init__(self, store: Store, running_job: Callable[[], dict[str, Any] | None]) -> None:

@@ -77,17 +77,15 @@ def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(
 
 def test_what_is_drawn_is_the_daemons(ondevice) -> None:
     """The same seed, temperature, top-p and stop text give what the API's model server says."""
-    from ondevice.server import complete, generate
+    from ondevice.server.engine import model
+    from tests.server.asked import Asked
 
     asked = {"max_new_tokens": 24, "temperature": 1.2, "top_p": 0.9, "seed": 7}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a0"}]
     try:
-        parts = list(complete.complete("tiny:llama", None, messages, stop=[], top=None, **asked))[
-            1:
-        ]
+        whole = Asked().text(model="tiny:llama", prompt=messages, **asked)
     finally:
-        generate._forget()
-    whole = "".join(part["text"] for part in parts)
+        model._forget()
     flags = [
         word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)
     ]
