@@ -1,4 +1,4 @@
-"""Check this machine: what is installed, and with `full` a real kernel in each backend.
+"""Check this machine: the installed packages, and with `full` a real kernel in each backend.
 
 Kernels run in separate processes, since a broken backend may crash. Together they take minutes.
 """

@@ -1,7 +1,7 @@
 """The memory and the time of a training process without its model: measured, and kept for plans.
 
 A process that has torch but no model yet imports what its method needs, and runs a few steps of a
-tiny model. What is resident afterwards is the runtime; a step's time, by block, is what its
+tiny model. The memory that is then resident is the runtime; a step's time, by block, is what its
 operations take whatever their sizes. Both are kept in the cache, for processes without torch.
 """
 

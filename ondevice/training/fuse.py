@@ -129,7 +129,7 @@ def fuse(
     apply_adapter(loaded, adapter)
     adapted = prompt_logits(loaded, prompts)
     fuse_in_place(loaded)
-    # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
+    # The written folder is checked, loaded again: a fault of saving would not show in the model in memory.
     with atomic_directory(out, marker="config.json") as partial:
         _save(loaded, adapter, dtype, partial, convert=convert)
         if task is not None:
