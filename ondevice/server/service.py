@@ -77,10 +77,15 @@ class CountFullDisk(logging.Filter):
 
 
 def is_full(error: BaseException) -> bool:
-    """Return True for an error of a full disk, in Python or in SQLite."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, sqlite3.Error) and error.sqlite_errorname == "SQLITE_FULL"
+    """Return True for an error of a full disk, in Python or in SQLite, or one that it caused."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(cause, sqlite3.Error) and "full" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
