@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -557,3 +558,19 @@ def test_lines_that_a_full_disk_took_are_counted_in_the_log(tmp_path, capsys) ->
         "3 lines are missing here: the disk was full",
     ]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_store_s_error_of_a_full_disk_is_one() -> None:
+    def stored(cause: Exception) -> Exception:
+        try:
+            try:
+                raise cause
+            except Exception:
+                raise StorageError("the store cannot be written") from None
+        except StorageError as error:
+            return error
+
+    assert service.is_full(stored(sqlite3.OperationalError("database or disk is full")))
+    assert service.is_full(stored(OSError(errno.ENOSPC, "No space left on device")))
+    assert not service.is_full(stored(sqlite3.OperationalError("database is locked")))
+    assert not service.is_full(stored(PermissionError(errno.EACCES, "Permission denied")))
