@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,6 +35,12 @@ def build(site: Path, wheel: Path, dependencies: list[str]) -> Bare:
     """Put the wheel and links to its dependencies, as they are installed here, into `site`."""
     site.mkdir(parents=True)
     zipfile.ZipFile(wheel).extractall(site)
+    link(site, dependencies)
+    return Bare(site)
+
+
+def link(site: Path, dependencies: list[str]) -> None:
+    """Put links to packages, as they are installed here, into `site`, with all that they depend on."""
     waiting, seen = [_name(line) for line in dependencies], set()
     while waiting:
         name = waiting.pop()
@@ -46,10 +53,26 @@ def build(site: Path, wheel: Path, dependencies: list[str]) -> Bare:
             continue
         waiting += [_name(line) for line in found.requires or () if "extra ==" not in line]
         for top in {Path(str(file)).parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-            link, origin = site / top, Path(str(found.locate_file(top)))
-            if not link.exists() and origin.exists():
-                link.symlink_to(origin)
-    return Bare(site)
+            here, origin = site / top, Path(str(found.locate_file(top)))
+            if not here.exists() and origin.exists():
+                here.symlink_to(origin)
+
+
+def build_wheel(root: Path, folder: Path) -> Path:
+    """Build a wheel from a copy, so that no old build/ folder and no other test gets into it."""
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    for name in ("ondevice", "exporters", "runtime_ops"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, source / name, symlinks=True, ignore=ignore)
+    words = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    (built,) = folder.glob("*.whl")
+    return built
 
 
 def _name(line: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bare import Bare, build
+from tests.bare import Bare, build, build_wheel
 
 TOP_LEVEL = {
     "pyproject.toml", "ondevice", "exporters", "runtime_ops", "android_app", "tests", "README.md",
@@ -47,33 +47,7 @@ def project(root: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no old build/ folder and no other test gets into it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, source / name)
-    for name in ("ondevice", "exporters", "runtime_ops"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(root / name, source / name, symlinks=True, ignore=ignore)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--outdir",
-            str(folder),
-            str(source),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(root, tmp_path_factory.mktemp("wheel"))
 
 
 def sources(root: Path) -> set[str]:

@@ -490,9 +490,14 @@ def _generator(opened: Opened, model: str, adapter: Path | None) -> Generator | 
 
 def no_task(source: str) -> ArtifactError:
     """Build the error for a source without a recorded task."""
+    received = "no such file"
+    hint = "name the task of the training: --task sst2, or --task my.yaml; or train again"
+    if not Path(source).exists():
+        received = "no such folder"
+        hint = f"give the folder of a run or an adapter; for a model of that name, {hint}"
     return ArtifactError(
         f"{source} does not record its task",
         expected="ondevice_task.json, which every training of this version writes",
-        received="no such file",
-        hint="name the task of the training: --task sst2, or --task my.yaml; or train again",
+        received=received,
+        hint=hint,
     )

@@ -57,7 +57,7 @@ def train(
         return
     from ondevice.api.train import train as train_run
 
-    with ProgressSink(silent=json or quiet) as sink:
+    with ProgressSink(silent=json or quiet, summary=False) as sink:
         trained = train_run(
             run_config,
             resume=resume,
@@ -108,7 +108,7 @@ def run(
         return
     from ondevice.api.train import run_artifact
 
-    with ProgressSink(silent=json or quiet) as sink:
+    with ProgressSink(silent=json or quiet, summary=False) as sink:
         trained = run_artifact(
             artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -23,6 +24,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.core.wrong_values import Problem, problems_of
 from ondevice.server.engine.fair import QueueFullError
 from ondevice.server.openai import error_body, error_fields, error_for, is_openai
 from ondevice.server.predict import NoTaskError
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _log = logging.getLogger(__name__)
+MOST_PROBLEMS = 5
+"""Mistakes of a body that a message names."""
 STATUS: dict[type[OndeviceError], int] = {
     MissingError: 404,
     BusyError: 409,
@@ -91,22 +95,32 @@ async def close_left(request: Request, error: Exception) -> Response:
 
 async def refuse_body(request: Request, error: Exception) -> Response:
     """Refuse a body or a parameter that the schema excludes."""
-    first = {}
-    if isinstance(error, RequestValidationError) and error.errors():
-        first = error.errors()[0]
-    place = ".".join(str(part) for part in first.get("loc", ()))
-    received = first.get("input")
-    text = received
-    if not isinstance(received, int | float | bool | type(None)):
-        text = str(received)[:200]
-    values = {
-        "error": "ConfigError",
-        "message": f"'{place}': {first.get('msg', 'cannot be read')}",
-        "expected": str(first.get("msg", "")),
-        "received": text if not isinstance(text, float) else str(text),
-        "hint": "GET /v1/openapi.json describes every field",
-    }
+    values: dict[str, Any] = {"error": "ConfigError", "message": "the request cannot be read"}
+    if isinstance(error, RequestValidationError):
+        found = _problems(request, error)
+        values["message"] = "; ".join(map(str, found[:MOST_PROBLEMS]))
+        values["expected"], values["received"] = found[0].expected, found[0].received
+    values["hint"] = "GET /v1/openapi.json describes every field"
     return error_response(request, 422, values)
+
+
+def _problems(request: Request, error: RequestValidationError) -> list[Problem]:
+    """Return the mistakes of a request, each at its place in the body, the query or the path."""
+    documents = {
+        "body": error.body,
+        "query": dict(request.query_params),
+        "path": request.path_params,
+        "header": dict(request.headers),
+    }
+    found: list[Problem] = []
+    for part in dict.fromkeys(item["loc"][0] for item in error.errors()):
+        items = [item for item in error.errors() if item["loc"][0] == part]
+        inner = [{**item, "loc": item["loc"][1:]} for item in items]
+        for problem in problems_of(inner, documents.get(part)):
+            if not problem.path:
+                problem = replace(problem, message=f"the {part} of the request")
+            found.append(problem)
+    return found
 
 
 async def refuse_request(request: Request, error: Exception) -> Response:

@@ -30,15 +30,23 @@ class ProgressSink:
     Args:
         silent: show nothing (`--json`, `--quiet`).
         every: steps between two lines if stderr is not a terminal; by default about 20 lines a run.
+        summary: end with a line about the whole run.
+        summary: end with a line about the whole run.
         stream: stderr by default.
     """
 
     def __init__(
-        self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None
+        self,
+        *,
+        silent: bool = False,
+        every: int | None = None,
+        stream: TextIO | None = None,
+        summary: bool = True,
     ) -> None:
         self.stream = stream or sys.stderr
         self.silent = silent
         self.every = every
+        self.summary = summary
         self.steps = 0
         self._overlap: dict[str, Any] | None = None
         self._progress: Progress | None = None
@@ -95,6 +103,8 @@ class ProgressSink:
                     self._say(describe_overlap(self._overlap))
                 if event.reason:
                     self._say(event.reason)
+                if not self.summary:
+                    return
                 self._say(
                     f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
                     f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"

@@ -243,8 +243,8 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"config": {"method": "magic"}}, 422, ""),
         ({"config": {"train": 3}}, 422, "not a section"),
         ({"window": {"start": "25:00", "end": "06:00"}}, 422, "window"),
-        ({"surprise": 1}, 422, "surprise"),
-        ({"limits": {"retries": -1}}, 422, "retries"),
+        ({"surprise": 1}, 422, "unknown key 'surprise'"),
+        ({"limits": {"retries": -1}}, 422, "'limits.retries': expected 0 or more, received -1"),
     ],
 )
 def test_mistakes_in_a_job_are_told(

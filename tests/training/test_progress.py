@@ -41,6 +41,13 @@ def test_without_a_terminal_about_twenty_lines(tmp_path) -> None:
     )
 
 
+def test_a_command_that_prints_its_own_summary_has_no_second_one(tmp_path) -> None:
+    stream = io.StringIO()
+    with ProgressSink(stream=stream, summary=False) as sink:
+        train(tmp_path, 3, sinks=[sink])
+    assert stream.getvalue().splitlines()[-1].startswith("step 3/3")
+
+
 def test_on_a_terminal_one_bar(tmp_path) -> None:
     stream = Terminal()
     with ProgressSink(stream=stream) as sink:
