@@ -108,7 +108,7 @@ class Patience:
 
 
 class ServerError(FleetError):
-    """A server that did not do what it was started for; `--json` has the fleet's status too."""
+    """A server that failed in its purpose; `--json` has the fleet's status too."""
 
     def __init__(self, message: str, values: dict[str, Any], **more: Any) -> None:
         super().__init__(message, **more)

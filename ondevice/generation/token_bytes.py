@@ -1,4 +1,4 @@
-"""The bytes of each token: what it adds to a text, also if that is a part of a character.
+"""The bytes of each token: its part of a text, which may be a part of a character.
 
 A tokenizer decodes a token without its neighbours to other text than within them: SentencePiece's
 lose the first space, and a part of a character becomes a replacement character. So the bytes are
