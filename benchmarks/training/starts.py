@@ -47,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--load", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=4, help="runs at the same time")
+    parser.add_argument("--minutes", type=float, default=60.0, help="end after so long")
 
 
 def _burn() -> None:
@@ -184,6 +185,8 @@ def main() -> None:
         for result in pool.imap_unordered(turn_of, turns):
             done.append(result)
             print(f"{len(done)}/{args.runs}", end="\r", file=sys.stderr, flush=True)
+            if time.perf_counter() - began > 60 * args.minutes:
+                break
     loads = [result["load"] for result in done]
     table = {kind: [result for result in done if result["kind"] == kind] for kind in KINDS}
     rows_of_table = []
