@@ -106,8 +106,10 @@ def _expected(
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             stored = file.get_tensor(name)
-            value: Tensor = values.get(name, stored)
-            wanted: torch.dtype = stored.dtype
+            value = stored
+            if name in values:
+                value = values[name]
+            wanted = stored.dtype
             if dtype is not None and stored.is_floating_point():
                 wanted = getattr(torch, dtype)
             yield name, value.to(wanted).contiguous()
