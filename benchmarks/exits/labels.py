@@ -278,7 +278,7 @@ def main() -> None:
             rows += compare(Work(folder, task, args), args.exits.split(","))
     notes = [
         f"{args.model}, MeSP with its defaults at a rate of 0.001, {args.steps} steps of 4 rows; the"
-        f" {args.rows} held-out rows, in SST-2 and RTE the first of a length that is not cut."
+        f" {args.rows} held-out rows, in SST-2 and RTE the first short ones."
         " Seconds include opening and, at first, conversion.",
     ]
     finish(
