@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 62),
-        ("lora", "torch", 57),
-        ("mesp", "mlx", 62),
-        ("prge", "torch", 66),
-        ("slideformer", "torch", 75),
+        ("mesp", "torch", 74),
+        ("lora", "torch", 68),
+        ("mesp", "mlx", 72),
+        ("prge", "torch", 77),
+        ("slideformer", "torch", 86),
     ],
 )
 def test_a_run_calls_few_files(

@@ -51,10 +51,15 @@ def open_streams() -> None:
         sys.stdin = io.TextIOWrapper(io.FileIO(0), encoding="utf-8")
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8")
-    if type(sys.stderr) is io.TextIOWrapper:  # not a test's
-        sys.stderr = Messages(sys.stderr.detach(), sys.stderr.encoding)
+    if sys.stderr is None or type(sys.stderr) is io.TextIOWrapper:  # not a test's
+        number = 2
+        encoding = "utf-8"
+        if sys.stderr is not None:
+            sys.stderr.flush()
+            number = sys.stderr.fileno()
+            encoding = sys.stderr.encoding
+        # A new file: the old one may know its descriptor by what it was before a `dup2`.
+        sys.stderr = Messages(open(number, "wb", closefd=False), encoding)  # noqa: SIM115
     codecs.register_error(_ERRORS, _replaced)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
