@@ -153,7 +153,7 @@ class CompletionRequest(Documented):
                 raise ConfigError(
                     f"'{name}' is not a known field",
                     received=str(value)[:200],
-                    hint=f"leave it out, or start the daemon with {ALLOW}, which ignores such fields",
+                    hint=f"leave it out (a daemon that is started with {ALLOW} ignores it)",
                 )
         if len(self.stops) > 4 or not all(self.stops):
             raise ConfigError(

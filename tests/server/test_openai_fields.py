@@ -239,12 +239,18 @@ def figures(served: Any) -> tuple[int, int]:
 
 def test_a_full_queue_is_refused_in_the_form_of_openai(served) -> None:
     """More texts than one client may have waiting."""
-    body = {"model": MODEL, "prompt": ["a"] * 128, "max_tokens": 200, "stream": True}
+    body = {
+        "model": MODEL,
+        "prompt": ["a"] * 128,
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "stream": True,
+    }
     url = f"{served.daemon.address}/v1/completions"
     opened = []
     try:
         with httpx.Client(timeout=60) as client:
-            for _ in range(5):
+            for _ in range(8):
                 opened.append(
                     client.send(client.build_request("POST", url, json=body), stream=True)
                 )
