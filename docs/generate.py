@@ -19,7 +19,7 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ SECTION = re.compile(r"^(Args|Returns|Raises|Attributes):$")
 HEADINGS = {"Args": "Arguments"}
 
 
+FEW = 3
+"""Flags of a section of the run file that are named one by one."""
 SHARED = 2
 """From so many sections on, a flag or key with the same words is explained once, at the top."""
 
@@ -45,11 +47,8 @@ def commands() -> str:
     uses = Counter(line for listed in lines.values() for line, _ in listed)
     shared = [line for line, n in uses.items() if n >= SHARED and line.startswith("- `-")]
     flags = {line: p.opts[0] for listed in lines.values() for line, p in listed}
-    explained = [f"`{flags[line]}` ({keys[flags[line]]})" for line in shared if flags[line] in keys]
     rest = [line for line in shared if flags[line] not in keys]
-    about_keys = (
-        f"Flags of the run file's keys, explained [there](config.md): {', '.join(explained)}."
-    )
+    about_keys = "Flags of the run file's keys are explained [there](config.md), each with its key."
     parts = ["## Flags of several commands", "", about_keys, "", "\n".join(rest), ""]
     for name, command in verbs:
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
@@ -58,10 +57,30 @@ def commands() -> str:
         about = inspect.cleandoc(command.help or "")
         parts += [f"## {name}", "", about, "", f"```text\n{usage} [FLAGS]\n```", ""]
         own = [line for line, _ in lines[name] if line not in shared]
-        others = [f"`{p.opts[0]}`" for line, p in lines[name] if line in shared]
         parts += ["\n".join(own), ""] if own else []
+        others = _shared(
+            dict.fromkeys(p.opts[0] for line, p in lines[name] if line in shared), keys
+        )
         parts += [f"Also: {', '.join(others)}.", ""] if others else []
     return "\n".join(parts)
+
+
+def _shared(names: Iterable[str], keys: dict[str, str]) -> list[str]:
+    """Name a command's shared flags: together those of a section of the run file that it mostly
+    has, with those that it lacks."""
+    sections: dict[str, set[str]] = {}
+    for flag, key in keys.items():
+        sections.setdefault(key.strip("`").partition(".")[0], set()).add(flag)
+    left = list(names)
+    told = []
+    for section, flags in sections.items():
+        found = [flag for flag in left if flag in flags]
+        if len(found) < FEW or 2 * len(found) < len(flags):
+            continue
+        left = [flag for flag in left if flag not in found]
+        lacks = [f"`{flag}`" for flag in sorted(flags.difference(found))]
+        told.append(f"flags of `{section}`" + f" (not {', '.join(lacks)})" * bool(lacks))
+    return told + [f"`{flag}`" for flag in left]
 
 
 def _flags_of_keys() -> dict[str, str]:
@@ -172,6 +191,8 @@ def _keys(section: Any) -> str:
 
 
 def _ends(default: str) -> str:
+    if default == "`null`":  # the type says that it is optional
+        return ""
     return f" Default: {default}." if default else " Needed."
 
 
@@ -214,7 +235,7 @@ def _type(annotation: Any) -> str:
         words = any(
             typing.get_origin(one) is typing.Literal for one in arguments
         )  # `auto` is the null
-        return " or ".join(map(_type, arguments)) + ("" if words else " or null")
+        return " or ".join(map(_type, arguments)) + ("" if words else ", optional")
     return {
         "str": "text",
         "int": "integer",
