@@ -1,6 +1,6 @@
 """Do 100 judgements teach what was preferred? Two made preferences over Alpaca's rows, five seeds.
 
-    python -m benchmarks.training.preferences --device cuda --record
+    python -m benchmarks.training.preferences --device cuda --processes 6 --record
     python -m benchmarks.training.preferences --seeds 1 --steps 20
 
 `short` prefers an answer's first sentence to the answer; `plain` prefers the answer to one that
@@ -17,6 +17,9 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ import numpy as np
 from benchmarks.common import finish, parse_args
 
 NEEDS = ("cuda",)
+KINDS = ("short", "plain")
+OBJECTIVES = ("dpo", "kto", "sft")
 JUDGEMENTS = 100
 HELD_OUT = 200
 LENGTH = 256
@@ -49,6 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=75)
     parser.add_argument("--rate", type=float, default=2e-4)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
 
 
@@ -82,71 +88,78 @@ def rated(made: list[dict[str, str]]) -> list[dict[str, Any]]:
     ]
 
 
-class Measured:
-    """One objective and preference: figures by seed."""
+def measure(args: argparse.Namespace, name: str, kind: str, seed: int) -> dict[str, Any]:
+    """Train with one objective, preference and seed; return what came out."""
+    import torch
 
-    def __init__(self, args: argparse.Namespace, objective: str, kind: str) -> None:
-        self.args = args
-        self.objective = objective
-        self.kind = kind
-        self.figures: dict[str, list[float]] = {"order": [], "text": [], "step_s": [], "peak": []}
+    from ondevice import method_config, open_session
+    from ondevice.data.batching import Batches
+    from ondevice.models import load_model
+    from ondevice.objectives import Dpo, objective
+    from ondevice.training.preferences import PreferenceBatches, PreferenceRows, Preferences
 
-    def run(self, seed: int) -> None:
-        """Train with one seed."""
-        import torch
+    loaded = load_model(args.model, device=args.device)
+    session: Any = open_session(loaded, method_config(args.method), seed)
+    made = pairs(args.data / "alpaca/train.jsonl", kind, JUDGEMENTS)
+    test = pairs(args.data / "alpaca/valid.jsonl", kind, args.held_out)
+    train = encoded(rated(made) if name == "kto" else made, loaded.tokenizer)
+    held_out = PreferenceRows(encoded(test, loaded.tokenizer))
+    learns = Preferences(objective("dpo" if name == "sft" else name), train, None, 0, "")
+    with tempfile.TemporaryDirectory() as folder:
+        learns.begin(session, Path(folder))
+    held_out.reference = likelihoods(held_out, session)
+    before = text_loss(session, loaded.tokenizer, args.data)
+    batches = PreferenceBatches(learns, Batches(train, 4, None, seed, 0))
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for step in range(args.steps):
+        batch = batches.at(step)
+        began = time.perf_counter()
+        if name == "sft":
+            session.step(batch.ids, batch.labels, step, args.rate)
+        else:
+            learns.step(session, batch, step, args.rate)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else None
+    found = likelihoods(held_out, session)
+    graded = Dpo().grade(held_out.scores(np.arange(len(found)), found))
+    return {
+        "objective": name,
+        "prefers": kind,
+        "seed": seed,
+        "order": float(graded.right.mean()),
+        "text": text_loss(session, loaded.tokenizer, args.data) - before,
+        "step_s": statistics.median(seconds),
+        "peak_bytes": peak,
+    }
 
-        from ondevice import method_config, open_session
-        from ondevice.data.batching import Batches
-        from ondevice.models import load_model
-        from ondevice.objectives import Dpo, objective
-        from ondevice.training.preferences import PreferenceBatches, PreferenceRows, Preferences
 
-        args = self.args
-        loaded = load_model(args.model, device=args.device)
-        session: Any = open_session(loaded, method_config(args.method), seed)
-        made = pairs(args.data / "alpaca/train.jsonl", self.kind, JUDGEMENTS)
-        train = encoded(rated(made) if self.objective == "kto" else made, loaded.tokenizer)
-        test = encoded(
-            pairs(args.data / "alpaca/valid.jsonl", self.kind, args.held_out), loaded.tokenizer
-        )
-        learns = Preferences(
-            objective("kto" if self.objective == "kto" else "dpo"), train, None, 0, ""
-        )
-        held_out = PreferenceRows(test)
-        with tempfile.TemporaryDirectory() as folder:
-            learns.begin(session, Path(folder))
-        held_out.reference = held_out.log_likelihoods(session, 0)
-        before = text_loss(session, loaded.tokenizer, args.data)
-        batches = PreferenceBatches(learns, Batches(train, 4, None, seed, 0))
-        seconds = []
-        if args.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for step in range(args.steps):
-            batch = batches.at(step)
-            began = time.perf_counter()
-            if self.objective == "sft":
-                session.step(batch.ids, batch.labels, step, args.rate)
-            else:
-                learns.step(session, batch, step, args.rate)
-            seconds.append(time.perf_counter() - began)
-        self.figures["step_s"].append(statistics.median(seconds))
-        if args.device == "cuda":
-            self.figures["peak"].append(torch.cuda.max_memory_allocated())
-        found = held_out.log_likelihoods(session, 0)
-        graded = Dpo().grade(held_out.scores(np.arange(len(found)), found))
-        self.figures["order"].append(float(graded.right.mean()))
-        self.figures["text"].append(text_loss(session, loaded.tokenizer, args.data) - before)
+def likelihoods(rows: Any, session: Any) -> np.ndarray:
+    """Return the rows' log likelihoods, float64 [rows, 2]."""
+    found = rows.log_likelihoods(session, 0)
+    assert found is not None
+    return found
 
-    def row(self) -> dict[str, Any]:
-        """Return the table's row."""
-        row: dict[str, Any] = {"objective": self.objective, "prefers": self.kind}
-        for name in ("order", "text"):
-            row[f"mean_{name}"] = statistics.mean(self.figures[name])
-            row[name] = self.figures[name]
-        row["step_s"] = self.figures["step_s"]
-        if self.figures["peak"]:
-            row["peak_bytes"] = int(max(self.figures["peak"]))
-        return row
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each objective and preference."""
+    rows = []
+    for kind in KINDS:
+        for name in OBJECTIVES:
+            some = sorted(
+                (run for run in runs if (run["objective"], run["prefers"]) == (name, kind)),
+                key=lambda run: run["seed"],
+            )
+            row: dict[str, Any] = {"objective": name, "prefers": kind}
+            for key in ("order", "text"):
+                values = [run[key] for run in some]
+                row |= {f"mean_{key}": statistics.mean(values), key: values}
+            row["step_s"] = [run["step_s"] for run in some]
+            if some[0]["peak_bytes"]:
+                row["peak_bytes"] = max(run["peak_bytes"] for run in some)
+            rows.append(row)
+    return rows
 
 
 def encoded(rows: list[dict[str, Any]], tokenizer: Any) -> Any:
@@ -176,26 +189,26 @@ def text_loss(session: Any, tokenizer: Any, data: Path) -> float:
 def main() -> None:
     """Measure; print the table."""
     args = parse_args(__doc__, arguments, repeats=1)
-    measured = [
-        Measured(args, objective, kind)
-        for kind in ("short", "plain")
-        for objective in ("dpo", "kto", "sft")
+    jobs = [
+        (name, kind, seed) for seed in range(args.seeds) for kind in KINDS for name in OBJECTIVES
     ]
-    for seed in range(args.seeds):
-        for one in measured:
-            one.run(seed)
-            values = {name: found[-1:] for name, found in one.figures.items()}
-            print(
-                json.dumps({"objective": one.objective, "prefers": one.kind, **values}), flush=True
-            )
+    runs = []
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        for run in pool.map(partial(_measure, args), jobs):
+            print(json.dumps(run), flush=True)
+            runs.append(run)
     notes = [
         f"{args.model}, {args.method}, {args.steps} steps of 4 rows (8 texts), learning rate "
-        f"{args.rate:g}, {JUDGEMENTS} judgements, {args.held_out} held-out pairs. The order is by "
-        "the log ratio to the model before training. `sft` takes both texts of a pair, too."
+        f"{args.rate:g}, {JUDGEMENTS} judgements, {args.held_out} held-out pairs; "
+        f"{args.processes} runs at a time, which share the device. The order is by the log ratio to "
+        "the model before training. `sft` takes both texts of a pair, too."
     ]
     title = "Preferences: 100 judgements over Alpaca's rows, SmolLM2-135M"
-    rows = [one.row() for one in measured]
-    finish("training/preferences", rows, args, COLUMNS, title=title, notes=notes)
+    finish("training/preferences", table(runs), args, COLUMNS, title=title, notes=notes)
+
+
+def _measure(args: argparse.Namespace, job: tuple[str, str, int]) -> dict[str, Any]:
+    return measure(args, *job)
 
 
 if __name__ == "__main__":
