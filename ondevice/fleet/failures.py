@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ondevice.core.errors import FleetError
+from ondevice.core.untrusted import parse_json
 from ondevice.fleet.file import FleetFile
 
 FACT = "failed_rounds"
@@ -53,7 +54,7 @@ class Failures:
 
 def failed_rounds(store: FleetFile) -> dict[int, dict[str, int]]:
     """Return the rounds of a fleet that changed nothing, with the number of each reason."""
-    found = json.loads(store.fact(FACT) or "{}")
+    found = parse_json(store.fact(FACT) or "{}")
     return {int(number): reasons for number, reasons in found.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import FleetError
+from ondevice.core.untrusted import read_json
 from ondevice.fleet.link import News
 
 log = logging.getLogger("ondevice.fleet")
@@ -121,7 +122,7 @@ def standing_of(folder: Path) -> dict[str, Any]:
     """Return `why` the device in a folder is not connected, and its last `failure`; empty without
     either."""
     try:
-        values = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        values = read_json(folder / FILE_NAME)
         return {"why": values["why"] or values["failure"] or ""}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -16,7 +16,8 @@ import yaml
 from pydantic import Field
 
 from ondevice.artifact.files import atomic_write, storage_errors
-from ondevice.core.errors import BusyError, ConfigError
+from ondevice.core.errors import BusyError, ConfigError, DataError
+from ondevice.core.untrusted import read_object
 from ondevice.core.untrusted.yaml_documents import read_yaml
 from ondevice.data.tasks.custom import Template, load_task, read_task
 from ondevice.data.tasks.looking import form_of
@@ -112,8 +113,8 @@ def remove(store: Store, name: str) -> None:
 
 def _is_used(options: Path, name: str) -> bool:
     try:
-        return json.loads(options.read_text()).get("task") == name
-    except (OSError, ValueError):
+        return read_object(options, DataError).get("task") == name
+    except (OSError, DataError):
         return False
 
 

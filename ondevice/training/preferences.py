@@ -16,6 +16,7 @@ from ondevice.core.capabilities import LearnsPreferences
 from ondevice.core.errors import ConfigError, DataError, Need
 from ondevice.core.registry import spec_of
 from ondevice.core.session import IGNORE, Scoring, StepResult, Weighing, require
+from ondevice.core.untrusted import read_object
 from ondevice.data.batching import Batch, Batches, collate
 from ondevice.data.examples import Dataset, Example, Item, rows_sha256
 from ondevice.data.reading import as_rows, open_reading
@@ -336,7 +337,6 @@ class PreferenceBatches:
 def _read(file: Path) -> dict[str, Any]:
     """Return a JSON object; an empty one if the file cannot be read."""
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file, DataError)
+    except (OSError, DataError):
         return {}
-    return stored if isinstance(stored, dict) else {}
