@@ -191,7 +191,7 @@ def test_a_finished_job_answers_pasted_texts_and_a_file(served: Any, tmp_path: P
     played = play("use", ONDEVICE_URL=served.daemon.address, JOB=job, ROWS=str(file), **environment)
     read = list(csv.DictReader(io.StringIO(played["csv"].removeprefix("\ufeff"))))
     answers = served.client.predict(job, texts)["data"]
-    assert [row["row"] for row in read] == texts
+    assert [row["text"] for row in read] == texts
     assert [row["prediction"] for row in read] == [row["prediction"] for row in answers]
     for row, answer in zip(read, answers, strict=True):
         assert float(row["probability"]) == pytest.approx(answer["probability"], abs=1e-6)

@@ -25,7 +25,7 @@ await scenario(async (page, browser, watched) => {
   await page.getByLabel("Job name", { exact: true }).fill("tickets");
   await page.getByRole("button", { name: "Next" }).click();
   const upload = page.locator("details", { hasText: "Upload rows" });
-  if ((await upload.getAttribute("open")) === null) await upload.locator("summary").click();
+  if ((await upload.getAttribute("open")) === null) await upload.locator("summary").first().click();
   await page.getByLabel("File with rows").setInputFiles(TICKETS);
   await page.getByRole("button", { name: "Upload and check" }).click();
 

@@ -19,7 +19,7 @@ await scenario(async (page) => {
   await page.getByRole("button", { name: "Next" }).click();
 
   const upload = page.locator("details", { hasText: "Upload rows" });
-  if ((await upload.getAttribute("open")) === null) await upload.locator("summary").click();
+  if ((await upload.getAttribute("open")) === null) await upload.locator("summary").first().click();
   await page.getByLabel("File with rows").setInputFiles(BAD_ROWS);
   await page.getByRole("button", { name: "Upload and check" }).click();
   const problem = page.getByRole("alert");
