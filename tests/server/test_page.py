@@ -228,7 +228,7 @@ def test_columns_templates_and_methods_are_chosen_in_words(
     read = list(csv.DictReader(io.StringIO(table)))
     assert [row["prediction"] for row in read] == [row[2] for row in rows]
     objects = [json.loads(line) for line in Path(played["jsonl"]).read_text().splitlines()]
-    assert [row["Number"] for row in objects] == [0, 1, 2]
+    assert [row["Number"] for row in objects] == ["0", "1", "2"]
 
 
 @needs_browser

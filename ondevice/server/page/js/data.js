@@ -85,7 +85,7 @@ export async function dataView(main, { signal }) {
       {},
       h("h2", {}, "Prompt templates"),
       own,
-      h("div", { class: "panel" }, templateForm(look.columns, loadTemplates, signal)),
+      h("div", { class: "panel" }, templateForm(look.columns, loadTemplates, signal).element),
     ),
     h(
       "section",

@@ -19,6 +19,7 @@ export async function ownTemplates(signal) {
  * A form for a new template.
  * @param columns gives the columns of the file at hand, to choose from
  * @param done called with the new template's name
+ * @returns `{element, offer}`; `offer()` shows the columns of another file
  */
 export function templateForm(columns, done, signal) {
   const list = h("datalist", { id: newId("columns") });
@@ -81,7 +82,7 @@ export function templateForm(columns, done, signal) {
     h("div", { class: "buttons" }, button),
     place.element,
   );
-  return element;
+  return { element, offer };
 }
 
 function templateOf(name, prompt, label, answers) {

@@ -120,6 +120,7 @@ export function dataStep({ schema, settings, templates }, source, signal) {
     reading.forget();
     const set = sets.find((one) => one.id === train.value);
     if (set) await reading.look(setPath(set.id), set, signal).catch((error) => preview.place.show(error));
+    template.offer();
   };
   train.addEventListener("change", another);
   const load = async (chosen) => {
@@ -174,7 +175,7 @@ export function dataStep({ schema, settings, templates }, source, signal) {
     ),
     upload,
     reading.element,
-    template,
+    template.element,
     fields.element,
     h("div", { class: "buttons" }, look),
     preview.element,
