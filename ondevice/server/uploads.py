@@ -58,8 +58,12 @@ ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet
 
 
 _ENDINGS = "|".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
-_NAMES = {"dataset": rf"[^./]\.({_ENDINGS})$", "model": f"^{ID.pattern}$", "artifact": f"^{ID.pattern}$",
-          "adapter": "."}  # fmt: skip
+_NAMES: dict[Kind, str] = {
+    "dataset": rf"[^./]\.({_ENDINGS})$",
+    "model": f"^{ID.pattern}$",
+    "artifact": f"^{ID.pattern}$",
+    "adapter": ".",
+}
 
 
 class UploadRequest(StrictConfig):
