@@ -205,7 +205,7 @@ class ModelConfig(StrictConfig):
     float32 masters."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where eager PyTorch runs; `auto` takes CUDA when there is a device."""
+    """Device of eager PyTorch; `auto` takes CUDA when there is one."""
 
 
 class DataConfig(StrictConfig):
@@ -380,14 +380,14 @@ class TrainConfig(StrictConfig):
 
 
 class ExportConfig(StrictConfig):
-    """The exported program: where it runs, its sizes, and how it is lowered."""
+    """The exported program: its target, its sizes, and how it is lowered."""
 
     REMOVED: ClassVar[dict[str, str]] = {
         "program": "each method exports one form of program; leave the key out"
     }
 
     target: Annotated[str, Flag("--target")] = "android-cpu"
-    """Where the program will run. `ondevice export --list` names the targets."""
+    """Kind of device that will run the program. `ondevice export --list` names the targets."""
 
     lengths_tokens: Annotated[tuple[int, ...], Flag("--length", "--max-length", repeat=True)] = (
         Field(default=(64,), min_length=1)
@@ -436,7 +436,7 @@ class ExportConfig(StrictConfig):
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
-    simulator, where a step takes minutes, one."""
+    simulator, whose steps take minutes, one."""
 
     soc: Annotated[tuple[str, ...], Flag("--soc", repeat=True)] = Field(
         default=("SM8650",), min_length=1

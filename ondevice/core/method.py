@@ -188,7 +188,7 @@ class MethodSpec(Generic[C]):
 
         Args:
             model: a `LoadedModel` with its weights, or the `ModelFiles` of one (`reads_files`).
-            device: where torch computes, for methods that offload, stream or quantise; None is where the model is.
+            device: on which torch computes, for methods that offload, stream or quantise; None is the model's.
             backend: `torch` or `mlx`.
 
         Raises:

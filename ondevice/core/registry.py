@@ -285,7 +285,7 @@ def open_session(
 
     Args:
         loaded: a model with its weights; `ModelFiles` for MLX, and for torch if the method reads files itself.
-        device: where torch computes, for methods that offload, stream or quantise; None is where the model is.
+        device: on which torch computes, for methods that offload, stream or quantise; None is the model's.
             Other methods take the model's.
         backend: `torch` or `mlx`, from `backend_for`.
 
