@@ -155,7 +155,7 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     started, log = time.perf_counter(), cell.folder / "run" / FILE_NAME
     if not cell.steps:
         found = evaluate(
-            args.model, valid_rows, task=cell.task, rows=args.eval_rows, dtype=args.dtype, device=args.device,
+            args.model, valid_rows, task=cell.task, most_rows=args.eval_rows, dtype=args.dtype, device=args.device,
             max_length_tokens=TOKENS,
         )  # fmt: skip
         metric, last = score(found.figures())

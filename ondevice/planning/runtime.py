@@ -105,12 +105,17 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+MOST_SIDE = 2048
+
+
 @functools.cache
 def product_rate(rows: int, inputs: int, outputs: int) -> float:
     """Return float32 operations a second of [rows, inputs] x [inputs, outputs], measured now.
 
-    The median of several counts: a step is disturbed by other processes, too.
+    Of at most MOST_SIDE rows and columns, which have the rate of more. The median of several
+    counts: a step is disturbed by other processes, too.
     """
+    rows, inputs, outputs = (min(side, MOST_SIDE) for side in (rows, inputs, outputs))
     left: Any = np.ones((rows, inputs), dtype=np.float32)
     right: Any = np.ones((inputs, outputs), dtype=np.float32)
     if torch := sys.modules.get("torch"):

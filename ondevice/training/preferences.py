@@ -26,7 +26,7 @@ from ondevice.training.evaluate import EvalResult, Prediction
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
-    from ondevice.core.config import TrainConfig
+    from ondevice.core.config import DataConfig, TrainConfig
     from ondevice.core.session import Evaluator, Session
     from ondevice.data.readers.objects import PythonRows
     from ondevice.data.rows import Format
@@ -39,9 +39,8 @@ _SETTINGS = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight"
 _EVALUATED_TEXTS = 8
 
 
-def format_of(config: RunConfig, rows: PythonRows | None = None) -> Format:
+def format_of(data: DataConfig, rows: PythonRows | None = None) -> Format:
     """Return the format of a run's rows; only the records that decide it are read."""
-    data = config.data
     if rows is not None:
         return "text" if rows.tokenized else as_rows(rows, data.task, data.columns).format
     assert data.path is not None  # noqa: S101  the callers refuse a run without rows
@@ -62,7 +61,7 @@ def with_objective(
             do not fit together.
     """
     chosen = config.train.objective
-    kind = format_of(config, rows)
+    kind = format_of(config.data, rows)
     if chosen not in objective_names():
         if kind not in DEFAULTS:
             return config, ()
@@ -75,7 +74,7 @@ def with_objective(
     name = chosen if chosen in objective_names() else DEFAULTS[kind]
     settings = {key: getattr(config.train, key) for key in _SETTINGS}
     made = objective(name, **settings)
-    _check(config, made, kind, backend)
+    _check(config.method, config.data, made, kind, backend)
     train = config.train.model_copy(update={"objective": name})
     said = f"objective: {name}, beta {made.beta:g}"
     if name != chosen:
@@ -84,7 +83,7 @@ def with_objective(
     return config.model_copy(update={"train": train}), (said,)
 
 
-def _check(config: RunConfig, made: Objective, kind: Format, backend: str) -> None:
+def _check(method: Any, data: DataConfig, made: Objective, kind: Format, backend: str) -> None:
     formats = {"pairs": "preference", "thumbs": "thumbs"}
     if kind != formats[made.rows]:
         words = {
@@ -97,7 +96,7 @@ def _check(config: RunConfig, made: Objective, kind: Format, backend: str) -> No
             received=f"format {kind}",
             hint="`ondevice data FILE` shows how the rows are read",
         )
-    spec = spec_of(config.method)
+    spec = spec_of(method)
     learns = spec.capability(LearnsPreferences)
     if learns is None or backend not in learns.backends:
         raise ConfigError(
@@ -106,7 +105,7 @@ def _check(config: RunConfig, made: Objective, kind: Format, backend: str) -> No
             received=f"method {spec.name}, backend {backend}",
             needs=Need.PREFERENCES,
         )
-    for name, is_set in (("packing", config.data.packing), ("streaming", config.data.streaming)):
+    for name, is_set in (("packing", data.packing), ("streaming", data.streaming)):
         if is_set:
             raise ConfigError(
                 f"data.{name} does not go with preferences",

@@ -154,6 +154,9 @@ class PrgeConfig(AnswerLossConfig):
             ConfigError: settings of an exported program.
         """
         self.check_training()
+        return self._decided()
+
+    def _decided(self) -> Self:
         subspace = self.subspace
         optimizer = self.optimizer
         if subspace == "auto":
@@ -174,8 +177,8 @@ class PrgeConfig(AnswerLossConfig):
     def for_program(self) -> Self:
         """Return the settings of an exported program, which begins in `factors` if it has them."""
         if self.factors is not None:
-            return self.for_training()
-        return self.model_copy(update={"subspace": "random"}).for_training()
+            return self._decided()
+        return self.model_copy(update={"subspace": "random"})._decided()
 
     @property
     def default_schedule(self) -> str | None:

@@ -289,7 +289,7 @@ def test_what_cannot_be_exported_is_listed(model) -> None:
     )
     with pytest.raises(ConfigError) as raised:
         artifacts.export(other, Path("nowhere"))
-    assert "--method mesp" in raised.value.message
+    assert "method lora does not export to apple-mlx" in raised.value.message
 
 
 def test_a_file_for_metal_differs_only_in_its_devices(artifact) -> None:
