@@ -94,7 +94,7 @@ def before(args: Any) -> dict[str, Any]:
     from ondevice import evaluate
 
     result = evaluate(
-        args.model, args.data / "sst2/valid.jsonl", task="sst2", rows=args.eval_rows, device=args.device,
+        args.model, args.data / "sst2/valid.jsonl", task="sst2", most_rows=args.eval_rows, device=args.device,
         max_length_tokens=args.max_length,
     )  # fmt: skip
     return {"method": "before training", "steps": 0, "mean_accuracy": result.accuracy, "accuracy": [result.accuracy],

@@ -200,7 +200,7 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
             read, model.tokenizer, most_tokens=model.dims.max_positions
         ).tokens  # what training takes
         shared: dict[str, Any] = {
-            "rows": args.eval_rows,
+            "most_rows": args.eval_rows,
             "device": args.device,
             "max_length_tokens": length,
         }
