@@ -89,7 +89,7 @@ def train_peft(args: argparse.Namespace, folder: Path) -> tuple[list[float], lis
     from ondevice.models import load_model, load_tokenizer
 
     ids = token_rows(load_tokenizer(MODEL), args.steps * args.batch_size, args.tokens)
-    rows = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in ids]
+    rows: Any = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in ids]
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LAYERS)
     model = peft.get_peft_model(load_model(MODEL, dtype="float32").model, config)
     clock: list[float] = []

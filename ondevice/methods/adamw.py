@@ -280,8 +280,12 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
             loss, weights = weigh(np.concatenate(nll).astype(np.float64))
         for part in range(0, len(ids), rows):
             some = slice(part, part + rows)
-            tensors = (torch.from_numpy(array[some]).to(self.device) for array in (ids, labels))
-            nll_R, _ = model_loss.row_nll(self.family, *tensors, self.loss_tiles, self.answers)
+            ids_RT, labels_RT = (
+                torch.from_numpy(array[some]).to(self.device) for array in (ids, labels)
+            )
+            nll_R, _ = model_loss.row_nll(
+                self.family, ids_RT, labels_RT, self.loss_tiles, self.answers
+            )
             if weights is None:
                 loss, weights = weigh(nll_R.detach().double().cpu().numpy())
             (nll_R * torch.from_numpy(weights[some]).to(nll_R)).sum().backward()

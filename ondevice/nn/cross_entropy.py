@@ -282,12 +282,12 @@ class Loss:
         targets = targets[where]
         hidden = self.norm(rows)
         lse, label = self.log_sum_exp(hidden, targets, again=True)
-        if isinstance(scale, float):
-            weights = torch.full_like(lse, scale)
-        else:
+        if callable(scale):
             row_of = where // labels_BT.shape[1]
             nll = torch.zeros(labels_BT.shape[0], dtype=torch.float64, device=x.device)
             weights = scale(nll.index_add_(0, row_of, (lse - label).double()))[row_of].to(lse)
+        else:
+            weights = torch.full_like(lse, scale)
         gradient = self.hidden_gradient(hidden, targets, lse, weights)
         del hidden
         gradient = gradient.to(x.dtype)

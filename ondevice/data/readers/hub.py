@@ -24,7 +24,7 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Record]:
             hint="pip install datasets",
         ) from None
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        loaded: Any = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of many kinds, which all mean that there is no such data
         reason = str(error).strip().partition("\n")[0]
         hint = "data sets are named name[:config][@split], such as glue:sst2@validation"

@@ -131,11 +131,11 @@ class CheckpointedModel:
                 self.family, hidden_ND, labels_N, config.loss_tiles, config.answers
             )
             total = nll_N.sum()
-            if isinstance(scale, float):
-                loss = total * scale
-            else:
+            if callable(scale):
                 nll_B = nll_N.reshape(len(ids_BT), -1).sum(1)
                 loss = (nll_B * scale(nll_B.detach().double()).to(nll_B)).sum()
+            else:
+                loss = total * scale
             self.waiting = set(self.leaves)
             loss.backward(inputs=[leaf for pair in self.leaves.values() for leaf in pair])
         for one in [*self.waiting]:  # no gradient reaches A, B or both
