@@ -76,7 +76,7 @@ sealed class Event(val kind: String) {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "losses" to losses, "projected_gradients" to projectedGradients,
             "learning_rate" to learningRate, "tokens" to tokens, "step_time_s" to stepTimeS, "tokens_per_s" to tokensPerS,
-            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null,
+            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null, "preferences" to null,
         )
     }
 
@@ -93,7 +93,7 @@ sealed class Event(val kind: String) {
     ) : Event("evaluate") {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "accuracy" to accuracy, "f1" to null, "exact_match" to null,
-            "majority_share" to majorityShare, "metric" to null, "metric_value" to null, "rows" to rows, "seconds_s" to secondsS, "best" to best,
+            "majority_share" to majorityShare, "metric" to null, "metric_value" to null, "preferences" to null, "rows" to rows, "seconds_s" to secondsS, "best" to best,
         )
     }
 
