@@ -69,4 +69,6 @@ def test_the_run_is_handed_on_at_most_seventeen_times_before_the_first_step(tmp_
     finally:
         sys.setprofile(None)
     assert road.depth[-1] == "train" and len(road.depth) <= 7, road.depth
-    assert 1 < len(road.takers) <= 18, road.takers  # `train` itself, and seventeen that it hands on to
+    assert 1 < len(road.takers) <= 18, (
+        road.takers
+    )  # `train` itself, and seventeen that it hands on to
