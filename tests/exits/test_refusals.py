@@ -127,7 +127,7 @@ def test_a_full_disk(cases, tmp_path: Path, form: str) -> None:
     try:
         refused(
             StorageError,
-            "larger than a file may be",
+            "no space left|larger than a file may be",
             case.adapter,
             form,
             model=str(case.model),
