@@ -73,7 +73,9 @@ def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -
     ids = random_ids(loaded)
     expected = theirs(ids).logits
     assert expected.std() > 0.5
-    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=1e-5, rtol=0)
+    # Some hundred roundings of the largest logit: kernels sum in their own order.
+    rounding = 128 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=rounding, rtol=0)
 
 
 @pytest.mark.parametrize("family", family_classes())
