@@ -24,7 +24,7 @@ WALL_CLOCK = {
     "adapters.py": 2,
     "conversions.py": 1,
     "metrics.py": 1,
-    "openai.py": 1,
+    "openai_answers.py": 1,
     "security.py": 1,
     "thumbs.py": 1,
     "uploads.py": 2,

@@ -158,7 +158,7 @@ def test_stop_words_end_an_answer_and_are_not_in_it(client, loaded) -> None:
 
 @pytest.mark.parametrize(("options", "status", "words"), [
     ({"model": "no-such-model"}, 404, "no such model"),
-    ({"n": 129}, 422, "less than or equal to 128"),
+    ({"n": 129}, 422, "expected 128 or less"),
     ({"n": 65, "prompt": ["a", "b"]}, 422, "at most 128 texts"),
     ({"stop": ["a", "b", "c", "d", "e"]}, 422, "at most four"),
     ({"temperature": 3}, 422, "temperature"),
