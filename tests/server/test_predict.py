@@ -78,7 +78,7 @@ def test_rows_that_cannot_be_predicted_say_why_and_the_others_are(served) -> Non
 @pytest.mark.parametrize(("values", "status", "words"), [
     ({"model": "no-such"}, 404, "no such model"),
     ({"model": "tiny:llama"}, 409, "does not record its task"),
-    ({"rows": []}, 422, "at least 1"),
+    ({"rows": []}, 422, "1 or more items"),
     ({"rows": ["a"] * 1001}, 422, "at most 1000"),
     ({"rows": ["a" * 100_001]}, 422, "rows"),
     ({"rows": [{"wrong": "a"}]}, 422, "text"),
