@@ -61,11 +61,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 74),
-        ("lora", "torch", 68),
-        ("mesp", "mlx", 72),
-        ("prge", "torch", 77),
-        ("slideformer", "torch", 86),
+        ("mesp", "torch", 76),
+        ("lora", "torch", 70),
+        ("mesp", "mlx", 74),
+        ("prge", "torch", 79),
+        ("slideformer", "torch", 88),
     ],
 )
 def test_a_run_calls_few_files(
