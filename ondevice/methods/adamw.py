@@ -275,9 +275,7 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
         loss = 0.0
         weights = None
         if rows < len(ids):
-            parts = range(0, len(ids), rows)
-            nll = [self.evaluate(ids[i : i + rows], labels[i : i + rows])[0] for i in parts]
-            loss, weights = weigh(np.concatenate(nll).astype(np.float64))
+            loss, weights = weigh(model_loss.nll_in_parts(self.evaluate, ids, labels, rows))
         for part in range(0, len(ids), rows):
             some = slice(part, part + rows)
             ids_RT, labels_RT = (

@@ -72,6 +72,18 @@ def evaluate_hidden(
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 
 
+def nll_in_parts(
+    evaluate: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    ids: np.ndarray,
+    labels: np.ndarray,
+    rows: int,
+) -> np.ndarray:
+    """Return each row's negative log likelihood, float64 [B], computed so many rows at once."""
+    parts = range(0, len(ids), rows)
+    found = [evaluate(ids[i : i + rows], labels[i : i + rows])[0] for i in parts]
+    return np.concatenate(found).astype(np.float64)
+
+
 class PlainEvaluation:
     """The evaluation of a model with its own layers: `Session.evaluate`, and `Branching`."""
 

@@ -21,7 +21,9 @@ from ondevice.data.batching import Batch, Batches, collate
 from ondevice.data.examples import Dataset, Example, Item, rows_sha256
 from ondevice.data.reading import as_rows, open_reading
 from ondevice.data.stream import first_rows
+from ondevice.data.tasks.templates import find_task
 from ondevice.objectives import Graded, Objective, Scores, objective, objective_names
+from ondevice.training.candidates import score_examples
 from ondevice.training.evaluate import EvalResult, Prediction
 
 if TYPE_CHECKING:
@@ -36,13 +38,14 @@ FILE_NAME = "reference.json"
 DEFAULTS: dict[Format, str] = {"preference": "dpo", "thumbs": "kto"}
 """Objective of a run that names none, by the format of its rows."""
 _SETTINGS = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight", "margin")
-_EVALUATED_TEXTS = 8
 
 
 def format_of(data: DataConfig, rows: PythonRows | None = None) -> Format:
     """Return the format of a run's rows; only the records that decide it are read."""
     if rows is not None:
         return "text" if rows.tokenized else as_rows(rows, data.task, data.columns).format
+    if data.task is not None:
+        return find_task(data.task).kind
     assert data.path is not None  # noqa: S101  the callers refuse a run without rows
     if data.streaming:
         return first_rows(
@@ -203,19 +206,15 @@ class PreferenceRows:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> np.ndarray | None:
         """Return the log likelihoods of both texts of the first rows, float64 [rows, 2]; None if stopped."""
-        texts = [text for pair in self.texts[:rows] for text in pair]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        found = np.zeros(len(texts))
-        size = session.eval_batch_size or _EVALUATED_TEXTS
-        for first in range(0, len(order), size):
-            if should_stop():
-                return None
-            some = order[first : first + size]
-            batch = collate(
-                [texts[i] for i in (some + some[-1:] * size)[:size]], session.lengths_tokens, pad
-            )
-            found[some] = -session.evaluate(batch.ids, batch.labels)[0][: len(some)]
-        return found.reshape(-1, 2)
+        texts = self.texts[:rows]
+        items = [
+            Item(pair[0], pair, 0, line=item.line)
+            for item, pair in zip(self.dataset.items, texts, strict=False)
+        ]
+        totals = score_examples(session, items, pad, None, should_stop)
+        if totals is None:
+            return None
+        return np.array([[-totals[row, slot][0] for slot in (0, 1)] for row in range(len(items))])
 
 
 class Preferences:

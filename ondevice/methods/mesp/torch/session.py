@@ -22,6 +22,7 @@ from ondevice.methods.mesp.lora import (
 from ondevice.methods.mesp.torch.checkpointed import CheckpointedModel, checkpointed_parameters
 from ondevice.methods.mesp.torch.model import Model, Optimizer, Resident
 from ondevice.methods.mesp.torch.streamed import Streamed
+from ondevice.methods.model_loss import nll_in_parts
 from ondevice.models import ModelFiles
 from ondevice.nn.cross_entropy import Scale
 from ondevice.nn.memory import memory_errors
@@ -115,9 +116,7 @@ class MespSession(PackingSession):
         rows = self.config.micro_batch_size or len(ids)
         scales: list[Scale] = [lambda nll_B: weighed(nll_B.cpu().numpy())]
         if rows < len(ids):
-            parts = range(0, len(ids), rows)
-            nll = [self.evaluate(ids[i : i + rows], labels[i : i + rows])[0] for i in parts]
-            weights = weighed(np.concatenate(nll).astype(np.float64))
+            weights = weighed(nll_in_parts(self.evaluate, ids, labels, rows))
             scales = [lambda nll_B, part=part: part for part in weights.split(rows)]
         self._step((ids, labels, None), scales, learning_rate)
         return StepResult(losses[0], (losses[0],))
