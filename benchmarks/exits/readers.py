@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import json
@@ -17,6 +18,9 @@ from urllib import request
 
 import numpy as np
 
+from ondevice.data.readers.files import read_records
+from ondevice.data.rows import Row
+from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.server.client import Client
 
 LIKELIEST = 500
@@ -32,6 +36,45 @@ def ondevice(*words: object) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class Trained:
+    """A run in `folder`, and what it tells of itself.
+
+    Attributes:
+        name: of the folder below the benchmark's.
+    """
+
+    def __init__(self, folder: Path, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.args = args
+        self.run = self.folder / "run"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def record(self) -> TrainedTask:
+        """What was trained."""
+        record = read_trained_task(self.run / "adapter")
+        assert record is not None
+        return record
+
+    def prompt_rows(self, path: Path) -> list[Row]:
+        """Return a file's rows with the prompts of the training."""
+        return self.record.prompt_rows(read_records(path), "rows").items
+
+    def by_daemon(self, rows: list[Any]) -> list[str]:
+        """Return what POST /v1/predict gives for rows, with the uploaded adapter."""
+        with daemon(self.folder / "store") as client:
+            adapter = client.upload("adapter", self.run / "adapter")["id"]
+            answer = client.predict(adapter, rows)
+        return [str(row["prediction"]) for row in answer["data"]]
+
+
+def predictions_of(path: Path) -> list[str]:
+    """Return the predictions in a file of `ondevice predict`."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [str(json.loads(line)["prediction"]) for line in lines]
 
 
 @contextmanager
