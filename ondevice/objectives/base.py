@@ -1,4 +1,4 @@
-"""What an objective over preferences takes and returns, and the objective of a name."""
+"""The interface of objectives over preferences, and the objective of a name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Graded:
-    """What an objective makes of some rows.
+    """The loss of some rows, with the coefficient of each text.
 
     Attributes:
         loss: mean over the rows.

@@ -79,11 +79,11 @@ def with_objective(
     made = objective(name, **settings)
     _check(config.method, config.data, made, kind, backend)
     train = config.train.model_copy(update={"objective": name})
-    said = f"objective: {name}, beta {made.beta:g}"
+    sentence = f"objective: {name}, beta {made.beta:g}"
     if name != chosen:
         rows_are = "preference pairs" if kind == "preference" else "rated answers"
-        said += f", as the rows are {rows_are}"
-    return config.model_copy(update={"train": train}), (said,)
+        sentence += f", as the rows are {rows_are}"
+    return config.model_copy(update={"train": train}), (sentence,)
 
 
 def _check(method: Any, data: DataConfig, made: Objective, kind: Format, backend: str) -> None:
@@ -150,7 +150,7 @@ def texts_of(dataset: Dataset) -> list[tuple[Example, Example]]:
         raise DataError(
             "all answers have the same rating, so there is nothing to tell apart",
             expected="liked and disliked answers",
-            received=f"{len(dataset.items)} rows with {'up' if True in liked else 'down'}",
+            received=f"{len(dataset.items)} rows, all rated {'up' if True in liked else 'down'}",
             hint="--column prompt=prompt --column completion=completion trains on the texts alone",
         )
     limit = dataset.max_length_tokens
@@ -163,7 +163,7 @@ def texts_of(dataset: Dataset) -> list[tuple[Example, Example]]:
 
 @dataclass
 class Weighed:
-    """The weights of one step's rows; called by the session, it remembers what came out."""
+    """Computes the weights of one step's rows for a session, and stores the step's figures."""
 
     grade: Callable[[np.ndarray], Graded]
     figures: dict[str, float] = field(default_factory=dict)

@@ -59,4 +59,4 @@ def test_the_first_command_installs_a_clone_or_the_wheel_of_this_version(
     ]
     wheel = f"{project['name'].replace('-', '_')}-{project['version']}-py3-none-any.whl[torch]"
     assert f"pip install '{wheel}'" in readme and "not on an index" in readme
-    assert "https://download.pytorch.org/whl/cpu" in readme
+    assert "https://pytorch.org/get-started/locally/" in readme

@@ -136,7 +136,7 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(DataError) as caught:
         run([row for row in thumbs() if row["label"]], out)
-    assert caught.value.received == "12 rows with up"
+    assert caught.value.received == "12 rows, all rated up"
     for rows, settings in (
         (pairs(), {"objective": "kto"}),
         (thumbs(), {"objective": "dpo"}),
