@@ -172,6 +172,8 @@ def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]
 
 def with_answers(config: RunConfig, rows: RunRows) -> RunConfig:
     """Return the run with the answers of its rows in the method's settings, if its loss is over them."""
+    if objective_of(config.train) is not None:  # likelihoods are over the whole vocabulary
+        return config
     method = config.method.with_answers(partial(_answers, rows))
     return config.model_copy(update={"method": method})
 

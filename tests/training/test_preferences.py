@@ -12,12 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 import ondevice
+from ondevice.api.runfile import RunConfig
 from ondevice.artifact.files import sha256_file
 from ondevice.cli.app import app
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.registry import name_methods
-from ondevice.data.examples import Example, Item
+from ondevice.data.examples import Dataset, Example, Item
 from ondevice.training.events import read_log
+from ondevice.training.fit import RunRows, with_answers
 from ondevice.training.preferences import FILE_NAME, mismatched
 
 WORDS = ("the", "film", "was", "long", "and", "dull", "bright", "fun", "slow", "deep", "plain")
@@ -116,6 +118,17 @@ def test_a_resumed_run_has_the_same_bits(method: str, rows: Any, tmp_path: Path)
     assert (tmp_path / "parts" / FILE_NAME).read_bytes() == before
     whole, parts = (sha256_file(tmp_path / part / ADAPTER) for part in ("whole", "parts"))
     assert whole == parts
+
+
+def test_likelihoods_of_one_token_answers_are_over_the_whole_vocabulary() -> None:
+    """A classification's loss is over its label tokens; a preference's is not."""
+    texts = tuple(Example((1, token), (-100, token)) for token in (2, 3))
+    rows = RunRows(Dataset([Item(texts[0], texts, 0)]), None, 0)
+    for name, answers in (("loss", (2, 3)), ("dpo", ())):
+        config = RunConfig.load(
+            None, {"model.source": "tiny:llama", "method.name": "mesp", "train.objective": name}
+        )
+        assert with_answers(config, rows).method.answers == answers
 
 
 def test_changed_rows_are_seen_when_a_run_goes_on(tmp_path: Path) -> None:
