@@ -108,6 +108,12 @@ def _check(method: Any, data: DataConfig, made: Objective, kind: Format, backend
             received=f"method {spec.name}, backend {backend}",
             needs=Need.PREFERENCES,
         )
+    if getattr(method, "loss", None) == "answers":
+        raise ConfigError(
+            "a loss over the answers does not go with preferences",
+            expected="method.loss: vocabulary, or left out",
+            received="method.loss: answers",
+        )
     for name, is_set in (("packing", data.packing), ("streaming", data.streaming)):
         if is_set:
             raise ConfigError(

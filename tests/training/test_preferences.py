@@ -126,7 +126,7 @@ def test_likelihoods_of_one_token_answers_are_over_the_whole_vocabulary() -> Non
     rows = RunRows(Dataset([Item(texts[0], texts, 0)]), None, 0)
     for name, answers in (("loss", (2, 3)), ("dpo", ())):
         config = RunConfig.load(
-            None, {"model.source": "tiny:llama", "method.name": "mesp", "train.objective": name}
+            None, {"model.source": "tiny:llama", "method.name": "prge", "train.objective": name}
         )
         assert with_answers(config, rows).method.answers == answers
 
@@ -157,6 +157,7 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
         (pairs(), {"packing": True}),
         (pairs(), {"objective": "accuracy", "method": "prge"}),
         (pairs(), {"objective": "dpo", "margin": 1.0}),
+        (pairs(), {"loss": "answers"}),
     ):
         with pytest.raises(ConfigError):
             run(rows, out, **settings)
