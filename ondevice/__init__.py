@@ -8,16 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.process import wait_asleep
+
 if TYPE_CHECKING:
     from ondevice.api.benchmark import benchmark
     from ondevice.api.evaluate import evaluate
     from ondevice.api.export import export, export_each
+    from ondevice.api.offload import offload
     from ondevice.api.open import open_artifact
     from ondevice.api.plan import plan
     from ondevice.api.predict import predict
     from ondevice.api.replay import replay
     from ondevice.api.runfile import RunConfig
     from ondevice.api.train import run_artifact, train
+    from ondevice.api.trainer import offloaded
     from ondevice.api.verify import verify
     from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
     from ondevice.artifact.manifest import read_manifest
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from ondevice.training.fuse import fuse
     from ondevice.training.result import Trained
 
+wait_asleep()
 __version__: str
 """The installed version."""
 
@@ -55,6 +60,8 @@ _WHERE = {
     "load_adapter": "artifact.adapter",
     "load_model": "models",
     "method_config": "core.registry",
+    "offload": "api.offload",
+    "offloaded": "api.trainer",
     "open_artifact": "api.open",
     "open_session": "core.registry",
     "plan": "api.plan",
@@ -87,6 +94,8 @@ __all__ = [
     "load_adapter",
     "load_model",
     "method_config",
+    "offload",
+    "offloaded",
     "open_artifact",
     "open_session",
     "plan",
@@ -104,7 +113,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("ondevice.core.version").own_version()
+        return importlib.import_module("ondevice.core.process").own_version()
     if name not in _WHERE:
         raise AttributeError(f"module 'ondevice' has no attribute '{name}'")
     return getattr(importlib.import_module(f"ondevice.{_WHERE[name]}"), name)

@@ -103,6 +103,7 @@ class HostState:
         low: the lower 16 bits [n] for `split`, uint16 or int16; None for `plain`.
         moments: of the same n.
         seed: of stochastic rounding; give every array its own.
+        momentum: of Muon, for the first elements, which then have no moments.
     """
 
     master: Tensor | None
@@ -110,6 +111,7 @@ class HostState:
     low: Tensor | None
     moments: Moments
     seed: int = 0
+    momentum: Tensor | None = None
 
 
 def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:

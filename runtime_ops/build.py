@@ -60,6 +60,14 @@ def find_compiler() -> str:
     )
 
 
+def has_compiler() -> bool:
+    """Return True if the ops can be compiled here."""
+    try:
+        return bool(find_compiler())
+    except MissingPackageError:
+        return False
+
+
 def build_library(*, portable: bool = False) -> Path:
     """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) unless it is in the cache,
     and return its path.
@@ -80,35 +88,31 @@ def build_library(*, portable: bool = False) -> Path:
     )
 
 
-def build_executorch_library(*, portable: bool = False) -> Path:
+def build_executorch_library() -> Path:
     """Compile the ExecuTorch kernels (`csrc/executorch_ops.cpp`) against the installed runtime.
 
-    The library names the runtime's own extension module as a dependency, so that it registers its
-    kernels there and shares its thread pool.
+    The library names the runtime's own as dependencies, so that it registers its kernels there and
+    shares its thread pool.
 
     Raises:
         MissingPackageError: no compiler, no executorch, or the compiler fails.
         StorageError: the cache cannot be written.
     """
-    runtime = _runtime_library()
-    include = runtime.parents[2] / "include"
-    flags = [
-        "-std=c++17",
-        f"-I{include}",
-        f"-I{include / 'executorch/runtime/core/portable_type/c10'}",
-        "-DC10_USING_CUSTOM_GENERATED_MACROS",
-        "-DET_USE_THREADPOOL",
-    ]
-    link = [f"-L{runtime.parent}", f"-l:{runtime.name}"]
+    flags, link = runtime_flags()
+    flags = ["-std=c++17", *flags, "-DET_USE_THREADPOOL"]
     if sys.platform == "darwin":
         link = ["-undefined", "dynamic_lookup"]
     return _build(
-        "ondevice_executorch", ["executorch_ops.cpp", "generator.cpp"], flags, link, portable
+        "ondevice_executorch",
+        ["executorch_ops.cpp", "executorch_block_ops.cpp", "integer_product.cpp", "generator.cpp"],
+        flags,
+        link,
+        portable=False,
     )
 
 
 @functools.cache
-def load_executorch_ops(*, portable: bool = False) -> str:
+def load_executorch_ops() -> str:
     """Register the ops' kernels with the ExecuTorch runtime of this process; returns the library's
     path.
 
@@ -117,7 +121,7 @@ def load_executorch_ops(*, portable: bool = False) -> str:
     Raises:
         MissingPackageError: as for `build_executorch_library`.
     """
-    path = build_executorch_library(portable=portable)
+    path = build_executorch_library()
     import executorch.extension.pybindings.portable_lib  # noqa: F401  loads the runtime that the library extends
 
     ctypes.CDLL(
@@ -126,24 +130,44 @@ def load_executorch_ops(*, portable: bool = False) -> str:
     return str(path)
 
 
-def _runtime_library() -> Path:
+def runtime_libraries() -> list[Path]:
+    """Return the shared libraries that export the installed runtime: its own from ExecuTorch 1.5.1
+    on, before it the extension module of Python.
+
+    Raises:
+        MissingPackageError: executorch is not installed, or not for this interpreter.
+    """
     try:
-        files = importlib.metadata.files("executorch") or []
-        version = importlib.metadata.version("executorch")
+        package = importlib.metadata.distribution("executorch")
     except importlib.metadata.PackageNotFoundError:
         raise MissingPackageError(
             "the ExecuTorch runtime is not installed",
             hint='pip install "ondevice-train[executorch]"',
         ) from None
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for file in files:
-        if file.name == f"_portable_lib{suffix}":
-            return Path(str(file.locate())).resolve()
+    folder = Path(str(package.locate_file("executorch"))).resolve()
+    module = f"_portable_lib{sysconfig.get_config_var('EXT_SUFFIX')}"
+    own = [folder / "lib" / name for name in ("libexecutorch.so", "libexecutorch_threadpool.so")]
+    for libraries in (own, [folder / "extension" / "pybindings" / module]):
+        if all(path.is_file() for path in libraries):
+            return libraries
     raise MissingPackageError(
-        f"executorch {version} holds no Python runtime for this interpreter",
-        expected=f"_portable_lib{suffix}",
+        f"executorch {package.version} holds no Python runtime for this interpreter",
+        expected=module,
         hint="install the wheel of executorch for this Python version",
     )
+
+
+def runtime_flags() -> tuple[list[str], list[str]]:
+    """Return a compiler's and a linker's flags for the installed runtime."""
+    libraries = runtime_libraries()
+    folder = libraries[0].parent
+    package = next(path for path in folder.parents if path.name == "executorch")
+    compiling = [
+        f"-I{package / 'include'}",
+        f"-I{package / 'include/executorch/runtime/core/portable_type/c10'}",
+        "-DC10_USING_CUSTOM_GENERATED_MACROS",
+    ]
+    return compiling, [f"-L{folder}", *(f"-l:{path.name}" for path in libraries)]
 
 
 def _build(

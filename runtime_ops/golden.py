@@ -16,37 +16,13 @@ from typing import Any
 import numpy as np
 
 from ondevice.core.session import IGNORE
-from ondevice.runtime_ops import generator
+from ondevice.runtime_ops import generator, golden_blocks
+from ondevice.runtime_ops.draws import halves, normals, some_bytes, some_levels
 
 TOLERANCE = 1e-5
 """Of an op's result, relative to the larger of 1 and the golden value; the generator's normals:
 1e-6."""
 PANEL = 32
-
-
-def words(stream: int, count: int) -> np.ndarray:
-    """Return uint64 [count] of stream (seed 0, step 0, query 0, tensor `stream`)."""
-    return generator.words(generator.stream_key(0, 0, 0, stream), 0, count)
-
-
-def normals(stream: int, *shape: int) -> np.ndarray:
-    """Return float32 of this shape."""
-    return generator.normal(0, 0, stream, 1, 0, int(np.prod(shape))).reshape(shape)
-
-
-def some_bytes(stream: int, *shape: int) -> np.ndarray:
-    """Return uint8 of this shape: the words' bytes, lowest first."""
-    count = int(np.prod(shape))
-    return words(stream, -(-count // 8)).astype("<u8").view(np.uint8)[:count].reshape(shape)
-
-
-def halves(stream: int, base: int, *shape: int) -> np.ndarray:
-    """Return float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word
-    each."""
-    bits = (words(stream, int(np.prod(shape))) & np.uint64(0x3FF)).astype(np.uint16) | np.uint16(
-        base
-    )
-    return bits.view(np.float16).reshape(shape)
 
 
 def arguments(case: dict[str, Any]) -> list[Any]:
@@ -56,6 +32,8 @@ def arguments(case: dict[str, Any]) -> list[Any]:
     int8 weights in [-64, 63]; float32 tensors are standard normals.
     """
     op = case["op"]
+    if op in golden_blocks.OPS:
+        return golden_blocks.arguments(case)
     if op == "q4_linear":
         rows, inputs, outputs, group = (case[k] for k in ("rows", "inputs", "outputs", "group"))
         packed = some_bytes(2, -(-outputs // PANEL) * PANEL, inputs // 2)
@@ -65,7 +43,7 @@ def arguments(case: dict[str, Any]) -> list[Any]:
         return [normals(1, rows, inputs), packed, scales, mins, group]
     vocabulary = case["vocabulary"]
     depth = case["depth"]
-    table = ((some_bytes(2, vocabulary, depth) >> 1).astype(np.int16) - 64).astype(np.int8)
+    table = some_levels(2, vocabulary, depth)
     scales = halves(3, 0x2800, vocabulary).astype(np.float32)
     if op == "q8_embedding":
         return [np.array(case["ids"], dtype=np.int64), table, scales]
@@ -85,6 +63,7 @@ def ops() -> list[dict[str, Any]]:
         {"op": "q8_embedding", "vocabulary": 9, "depth": 5, "ids": [8, 0, 3, 3]},
         {"op": "q8_linear_cross_entropy", "vocabulary": 2051, "depth": 19, "labels": labels},
         {"op": "linear_cross_entropy", "vocabulary": 2051, "depth": 19, "labels": labels},
+        *golden_blocks.cases(),
     ]
     for case in cases:
         result = _result(case["op"], *arguments(case)).astype(np.float32)
@@ -99,6 +78,8 @@ def read_ops() -> list[dict[str, Any]]:
 
 def _result(op: str, *values: Any) -> np.ndarray:
     """Compute the op in float64."""
+    if op in golden_blocks.OPS:
+        return golden_blocks.result(op, *values)
     if op == "q4_linear":
         x, packed, scales, mins, group = values
         return x.astype(np.float64) @ _q4(packed, scales, mins, group).T

@@ -247,16 +247,16 @@ def torch_steps(
     )
 
 
-def torch_split_step(grad: Tensor, state: HostState, adam: AdamStep, chunk: int = 1 << 22) -> None:
+def torch_split_step(grad: Tensor, state: HostState, adam: AdamStep) -> None:
     """Run a step of a split master by torch's own operations, on any device and without a compiler.
 
     Args:
         grad: bfloat16 or float32 [n], scaled before.
         state: split, with float32 moments, where `grad` is.
-        chunk: elements whose float32 masters exist at once.
     """
     assert state.high is not None and state.low is not None  # noqa: S101  a split state
     high, low = state.high.view(-1), state.low.view(-1)
+    chunk = 1 << 22  # elements whose float32 masters exist at once
     for begin in range(0, grad.numel(), chunk):
         part = slice(begin, begin + chunk)
         moments = Moments(state.moments.kind, state.moments.m[part], state.moments.v[part])

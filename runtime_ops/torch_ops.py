@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import ConfigError
-from ondevice.runtime_ops import graph, native, quantized
+from ondevice.runtime_ops import block_ops, graph, native, quantized
 from ondevice.runtime_ops.generator import noise_kind
 from ondevice.runtime_ops.registry import OP_NAMES, define, expect
 
-__all__ = ["OP_NAMES", "generator_backend", "native_available", "noise", "quantized", "register"]
+__all__ = [
+    "OP_NAMES",
+    "block_ops",
+    "generator_backend",
+    "native_available",
+    "noise",
+    "quantized",
+    "register",
+]
 
 
 def register() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.sampling import left_out
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,22 +43,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOWEST = (
-    "conformance/test_table.py", "android/test_apk.py", "exporters/android_npu/test_target.py",
+    "conformance/test_table.py", "models/test_any_decoder.py", "android/test_apk.py",
+    "exporters/android_npu/test_target.py",
     "exporters/android_cpu/test_programs.py", "methods/slideformer/test_ranks.py", "server/test_page.py",
     "server/test_generate.py", "offload/test_graphs.py", "methods/mesp/mlx/test_session.py", "docs/test_examples.py",
     "exporters/apple_mlx/test_target.py", "methods/lsp/test_happens_before.py", "docs/test_documents.py",
     "benchmarks/mesp/test_memory.py", "server/test_robust.py", "methods/revffn/test_smollm2.py",
     "methods/mesp/torch/test_memory.py", "exporters/executorch/test_shortcuts.py", "methods/revffn/test_export.py",
     "benchmarks/lsp/test_quality.py", "server/test_cli_queue.py", "benchmarks/revffn/test_memory.py",
-    "exporters/android_npu/test_blocks.py", "cli/test_interrupt.py",
+    "exporters/android_npu/test_blocks.py", "cli/test_interrupt.py", "server/test_api.py", "test_new_user.py",
+    "fleet/test_mixed.py", "offload/test_whole.py", "exits/test_readers.py", "planning/test_limit.py",
+    "fleet/test_liars.py", "server/test_connections.py", "runtime_ops/test_cmake.py", "test_executed_files.py",
 )  # fmt: skip
 """Files that take longest, in order: they begin first, so that no worker is left with one when the
 others are done."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow files first; skip what this machine cannot run, by name and with the reason; `make
-    test` has the model."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put slow files first; leave out what the marker `sampled` says; skip what this machine cannot
+    run, by name and with the reason; `make test` has the model."""
+    if spare := set(left_out(items)):
+        config.hook.pytest_deselected(items=list(spare))
+        items[:] = [item for item in items if item not in spare]
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
     if (

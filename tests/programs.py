@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 3},
     "two layers of gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 2},
+    "gemma4_text": {
+        "family": "gemma4_text",
+        **SMALL,
+        "layers": 4,
+        "head_dim": 32,
+        "global_head_dim": 48,
+    },
     "granite": {"family": "granite", **SMALL, "layers": 2},
+    "lfm2": {"family": "lfm2", **SMALL, "layers": 3},
+    "qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 3},
+    "two layers of qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
@@ -104,6 +115,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_text": ("two layers of gemma3_text", {"export.batch_size": 2}),
+    "lfm2": ("lfm2", {"export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,6 +136,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.weight_decay": 0.1,
             "method.target_modules": ["q_proj", "down_proj"],
             "method.loss_tiles": 3,
+            "export.kernels": "stock",
             **ONE_ROW,
         },
     ),
@@ -135,6 +148,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.context_tokens": 40,
             **ONE_ROW,
         },
+    ),
+    "pairs": (
+        "two layers",
+        {"export.batch_size": 2, "export.lengths_tokens": [64, 40], "export.kernels": "stock"},
+    ),
+    "pairs, int8": (
+        "two layers",
+        {"export.batch_size": 2, "export.lengths_tokens": [64], "export.quantize": "int8"},
     ),
     "blocks, 8da8w": (
         "two layers",
@@ -148,6 +169,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
     ),
+    "blocks of gemma4_text, int8": (
+        "gemma4_text",
+        {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
     "blocks of granite": (
         "granite",
         {
@@ -157,10 +182,60 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.answers": "packed",
         },
     ),
-    "blocks of smollm3": ("smollm3", {"export.check_steps": 1, **ONE_ROW}),
+    "blocks of lfm2": ("lfm2", {"export.batch_size": 2, "export.next_token": True}),
+    "blocks of lfm2, q4": (
+        "lfm2",
+        {
+            "export.quantize": "q4",
+            "method.optimizer": "sgd",
+            "export.kernels": "stock",
+            **ONE_ROW,
+        },
+    ),
+    "blocks of lfm2, 8da8w": (
+        "lfm2",
+        {
+            "export.quantize": "8da8w",
+            "method.optimizer": "sgd",
+            "export.kernels": "stock",
+            **ONE_ROW,
+        },
+    ),
+    "blocks of qwen3_5_text": (
+        "qwen3_5_text",
+        {"export.batch_size": 2, "export.lengths_tokens": [72]},
+    ),
+    "blocks of qwen3_5_text, int8": (
+        "qwen3_5_text",
+        {
+            "export.quantize": "int8",
+            "method.optimizer": "sgd",
+            "export.kernels": "stock",
+            **ONE_ROW,
+        },
+    ),
+    "blocks of qwen3_5_text, q4": (
+        "two layers of qwen3_5_text",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.kernels": "stock", **ONE_ROW},
+    ),
+    "blocks of qwen3_5_text, 8da8w": (
+        "two layers of qwen3_5_text",
+        {
+            "export.quantize": "8da8w",
+            "method.optimizer": "sgd",
+            "export.kernels": "stock",
+            **ONE_ROW,
+        },
+    ),
+    "blocks of smollm3": (
+        "smollm3",
+        {"export.check_steps": 1, "export.kernels": "stock", **ONE_ROW},
+    ),
 }
 """The same as functions of one block; the last of three tiles of 97 rows each begins inside the one
-before. Granite's answers by a program of its own."""
+before. Most have their functions in this project's ops, too: so have each form of weights and each
+kind of block, but not each form of each kind. Granite's answers by a program of its
+own."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu": ("wide", {"export.batch_size": 2}),
     "npu unrolled": (
@@ -198,6 +273,31 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The same for MeSP, functions of one block."""
 ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
+NIGHTLY = {
+    "q4 untied, tiled, labelled",
+    "gemma3_text",
+    "pairs, int8",
+    "blocks of lfm2, q4",
+    "blocks of lfm2, 8da8w",
+    "blocks of qwen3_5_text, int8",
+    "blocks of qwen3_5_text, q4",
+    "blocks of qwen3_5_text, 8da8w",
+    "blocks of smollm3",
+    "npu unrolled",
+    "npu w8",
+}
+"""Programs that the nightly job lowers and a run of every change does not, since each joins what
+others have one by one: a form of weights of a further kind of block, or several settings."""
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test of the program of that name."""
+    return [pytest.mark.nightly] if name in NIGHTLY else []
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    """Return names of programs as parameters of a test, those of `NIGHTLY` marked."""
+    return [pytest.param(name, marks=marks(name)) for name in names]
 
 
 def needs_qnn() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,15 @@ COUNT = """
 import json, sys, threading
 from pathlib import Path
 codes = set()
-def called(frame, event, argument):
-    if event == "call":
-        codes.add(frame.f_code)
-threading.setprofile(called)
-sys.setprofile(called)
+def called(frame, event, argument):  # a tracer hears of calls, a profiler also of returns and of C
+    codes.add(frame.f_code)
+threading.settrace(called)
+sys.settrace(called)
 try:
     {run}
 except SystemExit as ended:
     assert not ended.code, ended.code
-sys.setprofile(None)
+sys.settrace(None)
 OPTIMIZED = 1  # a function's code; a module's and a class's, which run at import, lack the flag
 files = {{Path(c.co_filename).resolve() for c in codes if c.co_flags & OPTIMIZED and c.co_name[0] != "<"}}
 root = Path(sys.argv[1])
@@ -40,6 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("executed")
     save_tiny(folder / "model", "qwen2")
     (folder / "rows.jsonl").write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
+    if os.environ.get(
+        "ONDEVICE_TESTS_COLD"
+    ):  # a machine's first run measures its processes as well
+        measure = (
+            "import torch; from ondevice.planning.runtime import runtime_of as f; f('slideformer')"
+        )
+        subprocess.run([sys.executable, "-c", measure], check=True)
     return folder
 
 
@@ -61,11 +68,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 76),
-        ("lora", "torch", 70),
-        ("mesp", "mlx", 74),
-        ("prge", "torch", 79),
-        ("slideformer", "torch", 88),
+        ("mesp", "torch", 75),
+        ("lora", "torch", 59),
+        ("mesp", "mlx", 63),
+        ("prge", "torch", 69),
+        ("slideformer", "torch", 82),
     ],
 )
 def test_a_run_calls_few_files(
@@ -80,7 +87,7 @@ def test_a_run_calls_few_files(
     assert len(files) <= most, "\n".join(files)
 
 
-def test_the_worker_of_a_job_calls_seventy_files(warm: Warm, root: Path, folder: Path) -> None:
+def test_the_worker_of_a_job_calls_few_files(warm: Warm, root: Path, folder: Path) -> None:
     """In its own process; the daemon's part of a job is before and after."""
     pytest.importorskip("mlx.core")
     (folder / "job").mkdir()
@@ -95,4 +102,4 @@ def test_the_worker_of_a_job_calls_seventy_files(warm: Warm, root: Path, folder:
     run = "from pathlib import Path; from ondevice.server.worker import run; assert run(Path('job')) == 0"
     files = executed(warm, root, folder, run)
     assert "ondevice/server/worker.py" in files and "ondevice/training/loop.py" in files
-    assert len(files) <= 70, "\n".join(files)
+    assert len(files) <= 59, "\n".join(files)

@@ -45,32 +45,29 @@ def test_the_layers_hold(root: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "message"),
-    [
-        ("ondevice/nn/__init__.py", "import ondevice.methods", "ondevice.nn -> ondevice.methods"),
-        ("runtime_ops/__init__.py", "import ondevice.nn", "ondevice.runtime_ops -> ondevice.nn"),
-        (
-            "exporters/__init__.py",
-            "import ondevice.api",
-            "ondevice.exporters -> ondevice.api",
-        ),
-        (
-            "ondevice/methods/__init__.py",
-            "import ondevice.exporters",
-            "ondevice.methods -> ondevice.exporters",
-        ),
-        (
-            "ondevice/core/errors.py",
-            "import ondevice.methods",
-            "ondevice.core.errors -> ondevice.methods",
-        ),
-        ("ondevice/elsewhere.py", "", "exhaustive"),
-    ],
-)
-def test_an_upward_import_is_noticed(copy: Path, file: str, line: str, message: str) -> None:
-    with (copy / file).open("a") as stream:
-        stream.write(f"\n{line}\n")
+BROKEN = [
+    ("ondevice/nn/__init__.py", "import ondevice.methods", "ondevice.nn -> ondevice.methods"),
+    ("runtime_ops/__init__.py", "import ondevice.nn", "ondevice.runtime_ops -> ondevice.nn"),
+    ("exporters/__init__.py", "import ondevice.api", "ondevice.exporters -> ondevice.api"),
+    (
+        "ondevice/methods/__init__.py",
+        "import ondevice.exporters",
+        "ondevice.methods -> ondevice.exporters",
+    ),
+    (
+        "ondevice/core/errors.py",
+        "import ondevice.methods",
+        "ondevice.core.errors -> ondevice.methods",
+    ),
+    ("ondevice/elsewhere.py", "", "exhaustive"),
+]
+
+
+def test_every_upward_import_is_noticed(copy: Path) -> None:
+    """In one run, which takes as long for six as for one."""
+    for file, line, _ in BROKEN:
+        with (copy / file).open("a") as stream:
+            stream.write(f"\n{line}\n")
     done = lint(copy)
     assert done.returncode == 1
-    assert message in done.stdout
+    assert [message for *_, message in BROKEN if message not in done.stdout] == []

@@ -1,9 +1,10 @@
 """A new user's first hour: the wheel in an empty environment, away from the checkout, in a folder with a space and
 Unicode in its path.
 
-The environment is a venv into which pip installs the wheel. What `ondevice-train[torch]` depends on, by the metadata of
-the packages, is linked from this environment instead of fetched (PyTorch alone would take minutes): a dependency that
-the wheel does not declare is missing, as it is for a user.
+The environment is a venv into which pip installs the wheel. What `ondevice-train[torch,serve]`
+depends on, by the metadata of the packages, is linked from this environment instead of fetched
+(PyTorch alone would take minutes): a dependency that the wheel does not declare is missing, as it
+is for a user.
 """
 
 from __future__ import annotations
@@ -11,22 +12,55 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ondevice.server.client import Client
 from tests.bare import build_wheel, link
+from tests.cli.command import CommandLine, Done
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TEAMS = ("facturación", "Störung")
 MODEL = "tiny:llama"
-MOST_CPU_S = 120
-"""CPU time of the walk's commands at most; it was 51 s when this was written."""
+MOST_CPU_S = 60
+"""CPU time of the walk's commands at most; it was 51 s as a process each, of which 36 imported
+PyTorch."""
+TOGETHER = """
+import contextlib, io, json, sys
+from ondevice.cli.app import run
+said = []
+for words in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(words[1], {}) if words[0] == "python" else run(words)
+    except SystemExit as ended:
+        assert not ended.code, (words, ended.code, out.getvalue())
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
+PYTHON = """
+import ondevice
+rows = [{"text": "Rechnung", "label": "eins"}, {"text": "Leitung", "label": "zwei"}]
+run = ondevice.train("tiny:llama", rows, steps=2, out="de python")
+answers = ondevice.predict(run, ["Wo bleibt sie?"])
+assert answers.texts[0] in ("eins", "zwei"), answers
+assert run.history and len(repr(run)) < 200, repr(run)
+assert ondevice.plan("tiny:llama", rows).total_bytes > 0
+assert ondevice.evaluate(run, rows).rows == 2
+try:
+    ondevice.train("tiny:llama", rows, **{"train.learning_rate": 1e-3})
+except ondevice.OndeviceError as error:
+    print(ondevice.__version__, error)
+"""
 
 
 class NewUser:
@@ -55,20 +89,22 @@ class NewUser:
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout
 
+    def does_together(self, *commands: tuple[object, ...]) -> list[str]:
+        """Run commands that succeed one after another in one process of that environment."""
+        lines = json.dumps([[str(word) for word in words] for words in commands])
+        python = str(self.program.parent / "python")
+        done = subprocess.run(
+            [python, "-c", TOGETHER, lines], cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return json.loads(done.stdout.splitlines()[-1])
+
     def listing(self) -> dict[str, int]:
         return {
             path.relative_to(self.folder).as_posix(): path.stat().st_mtime_ns
             for path in sorted(self.folder.rglob("*"))
         }
-
-    def is_refused(self, code: int, advice: str, *words: object) -> None:
-        """Run a command that is refused: it says what to do, and writes nothing."""
-        before = self.listing()
-        done = self(*words)
-        assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr[-4000:]}"
-        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-        assert advice in done.stderr, done.stderr
-        assert self.listing() == before, words
 
 
 def table(path: Path, rows: list[tuple[str, ...]]) -> Path:
@@ -90,7 +126,8 @@ def user(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NewUser:
     subprocess.run(words, check=True)
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     (site,) = venv.glob("lib/python*/site-packages")
-    link(site, [*project["dependencies"], *project["optional-dependencies"]["torch"]])
+    extras = project["optional-dependencies"]
+    link(site, [*project["dependencies"], *extras["torch"], *extras["serve"]])
     folder = place / "mes données ✓"
     folder.mkdir()
     return NewUser(venv / "bin/ondevice", folder, place)
@@ -126,59 +163,109 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
     began = time.perf_counter()
     spent = os.times()
     folder = user.folder
-    shown = user.does("demo", "--model", MODEL, "--steps", 2, "--out", "la démo")
-    assert "accuracy on 40 messages" in shown and "yours next: ondevice predict" in shown
-
     table(
         folder / "nouveaux.csv",
         [("Nr", "Nachricht"), ("1", "Die Leitung ist tot"), ("2", "Rechnung?")],
     )
-    user.does("predict", "un essai", "nouveaux.csv", "--out", "réponses.csv")
+    shown, _, figures, said, *_, python = user.does_together(
+        ("demo", "--model", MODEL, "--steps", 2, "--out", "la démo"),
+        ("predict", "un essai", "nouveaux.csv", "--out", "réponses.csv"),
+        ("eval", "un essai", "--data", "les tickets.csv", "--json"),
+        ("chat", "un essai", "--prompt", "Wo bleibt meine Rechnung?"),
+        ("convert", "un essai", "--to", "gguf", "--out", "modèle.gguf"),
+        ("convert", "un essai", "--to", "ollama", "--out", "pour ollama"),
+        ("fuse", MODEL, "un essai", "--out", "fusionné"),
+        ("python", PYTHON),
+    )
+    assert "accuracy on 40 messages" in shown and "yours next: ondevice predict" in shown
     with (folder / "réponses.csv").open(encoding="utf-8", newline="") as file:
         answers = list(csv.DictReader(file, delimiter=";"))
     assert [row["Nr"] for row in answers] == ["1", "2"]
     assert {row["prediction"] for row in answers} <= set(TEAMS)
-
-    figures = json.loads(user.does("eval", "un essai", "--data", "les tickets.csv", "--json"))
-    assert 0 <= figures["accuracy"] <= 1 and figures["rows"] == 12
-    said = user.does("chat", "un essai", "--prompt", "Wo bleibt meine Rechnung?")
+    rated = json.loads(figures)
+    assert 0 <= rated["accuracy"] <= 1 and rated["rows"] == 12
     assert any(team in said for team in TEAMS)
-
-    user.does("convert", "un essai", "--to", "gguf", "--out", "modèle.gguf")
     assert (folder / "modèle.gguf").read_bytes().startswith(b"GGUF")
-    user.does("convert", "un essai", "--to", "ollama", "--out", "pour ollama")
     assert "FROM " in (folder / "pour ollama" / "Modelfile").read_text("utf-8")
-    user.does("fuse", MODEL, "un essai", "--out", "fusionné")
     assert (folder / "fusionné" / "model.safetensors").is_file()
+    for made in ("un essai/adapter", "fusionné", "pour ollama"):
+        assert TEAMS[0] in (folder / made / "README.md").read_text("utf-8")
+        assert json.loads((folder / made / "ondevice_task.json").read_text("utf-8"))
+    assert "method.learning_rate" in python
     again = user.does("predict", "fusionné", "nouveaux.csv", "--out", "encore.jsonl")
     assert again and len((folder / "encore.jsonl").read_text("utf-8").splitlines()) == 2
+    the_daemon_answers(user)
     used = os.times()
     cpu = used.children_user + used.children_system - spent.children_user - spent.children_system
     print(f"the walk: {time.perf_counter() - began:.0f} s, {cpu:.0f} CPU s")
     assert cpu < MOST_CPU_S
 
 
-def test_bad_input_says_what_to_do_and_writes_nothing(trained: NewUser) -> None:
-    user, folder = trained, trained.folder
+def the_daemon_answers(user: NewUser) -> None:
+    """Serve the adapter: its labels and its chat are the command's."""
+    folder = user.folder
+    words = [str(user.program), "serve", "--store", "le magasin", "--port", "0", "--json"]
+    process = subprocess.Popen(
+        words, cwd=folder, env=user.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        client = Client(json.loads(process.stdout.readline())["address"], timeout_s=300)
+        adapter = client.upload("adapter", folder / "un essai" / "adapter")["id"]
+        rows = [{"Nachricht": "Die Leitung ist tot"}, {"Nachricht": "Rechnung?"}]
+        answers = [row["prediction"] for row in client.predict(adapter, rows)["data"]]
+        with (folder / "réponses.csv").open(encoding="utf-8", newline="") as file:
+            assert answers == [row["prediction"] for row in csv.DictReader(file, delimiter=";")]
+        asked = [{"role": "user", "content": "Wo bleibt meine Rechnung?"}]
+        body = {"model": adapter, "messages": asked, "temperature": 0}
+        reply = client.ask("POST", "/v1/chat/completions", body)
+        assert reply["choices"][0]["message"]["content"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def test_bad_input_says_what_to_do_and_writes_nothing(
+    trained: NewUser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first from the wheel, as a process; the others here, where PyTorch is imported once."""
+    folder = trained.folder
     table(folder / "autre.csv", [("Prix", "Taille"), ("3", "4"), ("5", "6")])
     table(
         folder / "inconnu.csv",
         [("Nachricht", "Équipe"), ("Hallo", "quelque chose"), ("Da", TEAMS[0])],
     )
     (folder / "vide.csv").write_text("")
+    monkeypatch.chdir(folder)
+    here = CommandLine(capsys)
+
+    def is_refused(code: int, advice: str, *words: object, by: Any = here) -> None:
+        before = trained.listing()
+        done = by(*words)
+        assert done.code == code, f"{words}\n{done.out}{done.err[-4000:]}"
+        assert done.err.startswith("error: ") and "Traceback" not in done.err
+        assert advice in done.err, done.err
+        assert trained.listing() == before, words
+
+    def by_the_wheel(*words: object) -> Done:
+        done = trained(*words)
+        return Done(done.returncode, done.stdout, done.stderr)
+
     for name in ("autre.csv", "vide.csv"):
         advice = "empty" if name == "vide.csv" else "--column text=NAME"
-        user.is_refused(3, advice, "predict", "un essai", name, "--out", "rien.csv")
-        user.is_refused(3, "--column" if name == "autre.csv" else "empty", "train", MODEL, "--data", name,
-                        "--steps", 2, "--out", "rien")  # fmt: skip
-    user.is_refused(3, TEAMS[0], "eval", "un essai", "--data", "inconnu.csv")
+        by = here if name == "vide.csv" else by_the_wheel
+        is_refused(3, advice, "predict", "un essai", name, "--out", "rien.csv", by=by)
+        is_refused(3, "--column" if name == "autre.csv" else "empty", "train", MODEL, "--data", name,
+                   "--steps", 2, "--out", "rien")  # fmt: skip
+    is_refused(3, TEAMS[0], "eval", "un essai", "--data", "inconnu.csv")
     another = ("--model", "tiny:qwen2")
     advice = f"--model {MODEL}"
     rows = ("--data", "les tickets.csv", "--column", "text=Nachricht", "--column", "label=Équipe")
     adapter = ("--adapter", "un essai")
-    user.is_refused(5, advice, "train", *another, *adapter, *rows, "--steps", 2, "--out", "rien")
-    user.is_refused(5, advice, "chat", *another, *adapter, "--prompt", "Hallo")
+    is_refused(5, advice, "train", *another, *adapter, *rows, "--steps", 2, "--out", "rien")
+    is_refused(5, advice, "chat", *another, *adapter, "--prompt", "Hallo")
     predict = ("predict", "un essai", "les tickets.csv", "--out", "rien.csv")
-    user.is_refused(5, advice, *predict, *another)
+    is_refused(5, advice, *predict, *another)
     predict = ("predict", "nirgends", "les tickets.csv", "--out", "rien.csv")
-    user.is_refused(5, "no such folder", *predict)
+    is_refused(5, "no such folder", *predict)

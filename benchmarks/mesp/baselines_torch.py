@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ondevice.methods.mesp.torch.block import Block
+from ondevice.methods.mesp.torch.graphed import graphs_for
 from ondevice.methods.mesp.torch.reference import (
     AutogradModel,
     autograd_blocks,
@@ -20,11 +22,11 @@ from ondevice.methods.mesp.torch.reference import (
     with_leaves,
 )
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import Block, Blocks
+from ondevice.methods.mesp.torch.stages import Blocks
 
 if TYPE_CHECKING:
+    from ondevice.methods.mesp.torch.block import OnGradient
     from ondevice.methods.mesp.torch.kernels import Position
-    from ondevice.methods.mesp.torch.stages import OnGradient
 
 
 def blockwise_session(
@@ -33,6 +35,7 @@ def blockwise_session(
     """A session of mesp whose blocks are differentiated by autograd, one at a time."""
     session = MespSession(loaded, config, seed, device)
     model: Any = session.model  # of a family whose block is known
+    model.graphs = None
     model.blocks = BlockwiseBlocks(autograd_blocks(model.dims).stages, None)
     return session
 
@@ -41,7 +44,8 @@ def autodiff_session(loaded: Any, config: Any, seed: int, device: str | None = N
     """A session of mesp whose gradients are autograd's, by one graph of all blocks that keeps every
     activation."""
     session = MespSession(loaded, config, seed, device)
-    session.model = StoredModel(session.weights, session.optimizer, config)
+    graphs = graphs_for(session.weights, config)
+    session.model = StoredModel(session.weights, session.optimizer, config, graphs)
     return session
 
 
@@ -64,6 +68,7 @@ class BlockwiseBlocks(Blocks):
         rows: int,
         on_gradient: OnGradient,
         last: bool = False,
+        kept: Any = None,
     ) -> Tensor:
         block = with_leaves(block)
         leaves = leaves_of(block)

@@ -2,7 +2,9 @@
 
 python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, one row, AdamW
 python -m benchmarks.mesp.blocks --layers 2           its first layers
-python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, joint, peft
+python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, each with +stock behind
+                                                      it too; joint, peft, compiled
+python -m benchmarks.mesp.blocks --programs DIR       artifacts that lie in DIR by form, instead of new ones
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
 python -m benchmarks.mesp.blocks --shapes --untimed   only memory and CPU seconds, on a machine with other work
 
@@ -35,10 +37,14 @@ RANK, ALPHA, SEED, RATE = 8, 16.0, 0, 3e-4
 SMOLLM = "SmolLM2-135M"
 FORMS = {"none": "blocks, float32", "int8": "blocks, 8-bit weights", "q4": "blocks, 4-bit weights",
          "8da8w": "blocks, products of integers"}  # fmt: skip
+STOCK = "+stock"
+"""Behind a form: the same artifact in the stock runtime's kernels."""
 PROGRAMS = {
     **FORMS,
+    **{form + STOCK: f"{title}, stock kernels" for form, title in FORMS.items()},
     "joint": "joint graph",
     "peft": "peft, checkpointed, eager",
+    "compiled": "peft, torch.compile",
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
@@ -80,6 +86,7 @@ def main() -> None:
         parser.add_argument("--tokens", type=int, default=128)
         parser.add_argument("--forms", default="")
         parser.add_argument("--shapes", nargs="?", const=",".join(SHAPES), default="")
+        parser.add_argument("--programs", type=Path, help="artifacts by form, made before")
         parser.add_argument(
             "--untimed", action="store_true", help="no elapsed seconds: they are of other work, too"
         )
@@ -104,6 +111,7 @@ def main() -> None:
                 Path(scratch),
                 args.repeats,
                 0 if args.untimed else 1,
+                args.programs,
             )
     if args.untimed:
         rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
@@ -113,6 +121,8 @@ def main() -> None:
         "during a step beyond the loaded runtime's."
     ]
     name = "mesp/blocks_shapes" if args.shapes else "mesp/blocks"
+    if any(STOCK in form for form in names) and not args.shapes:
+        name = "mesp/blocks_kernels"
     title = "Training steps of block programs" + (
         " with random weights of larger shapes" if args.shapes else ""
     )
@@ -128,26 +138,25 @@ def measure(
     scratch: Path,
     repeats: int,
     warm_ups: int,
+    programs: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the table for one model."""
     rows, served = [], {}
     for name in names:
-        folder = scratch / name
-        folder.mkdir()
+        form = name.removesuffix(STOCK)
+        folder = (programs if programs and form in FORMS else scratch) / form
+        made: dict[str, Any] = {}
+        if not folder.exists():
+            folder.mkdir()
+            words = [form, model, str(layers), str(tokens), str(folder)]
+            done = subprocess.run(
+                [*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"{name}: {done.stderr[-3000:]}")
+            made = json.loads(_last(done.stdout))
         words = [name, model, str(layers), str(tokens), str(folder)]
-        done = subprocess.run(
-            [*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr[-3000:]}")
-        rows.append(
-            {
-                "model": model,
-                "program": PROGRAMS[name],
-                "layers": layers,
-                **json.loads(_last(done.stdout)),
-            }
-        )
+        rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **made})
         print(rows[-1], flush=True)
         served[name] = Served(words)
     for turn in range(-warm_ups, repeats):
@@ -234,7 +243,7 @@ def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[
         else np.random.default_rng(SEED).integers(256, size=(1, tokens))
     )
     np.savez(folder / "batch.npz", ids=ids, labels=ids)
-    if name == "peft":
+    if name in ("peft", "compiled"):
         return {
             "lowering_s": None,
             "program_bytes": None,
@@ -276,7 +285,7 @@ def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path
     weights = folder / "weights.safetensors"
     return {
         "lowering_s": lowered.seconds,
-        "program_bytes": len(lowered.buffer) + len(lowered.of_layers or b"") * layers,
+        "program_bytes": len(lowered.buffer) + sum(map(len, lowered.of_layers)) * layers,
         "weights_bytes": weights.stat().st_size if weights.exists() else None,
         "planned_bytes": max(lowered.planned_bytes.values()),
     }
@@ -337,8 +346,13 @@ def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
 def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
     """Load the runtime, and then do what standard input says: `open`, and `step` again and
     again."""
-    opener = {"joint": _serve_joint, "peft": _serve_peft}.get(name, _serve_artifact)
-    open_it, run = opener(folder, layers), None
+    if name == "joint":
+        open_it = _serve_joint(folder, layers)
+    elif name in ("peft", "compiled"):
+        open_it = _serve_peft(folder, layers, compiled=name == "compiled")
+    else:
+        open_it = _serve_artifact(folder, stock=name.endswith(STOCK))
+    run: Callable[[], Any] | None = None
     with np.load(folder / "batch.npz") as file:
         ids, labels = file["ids"], file["labels"]
     print("done 0 0", flush=True)
@@ -355,7 +369,7 @@ Opener = Callable[[np.ndarray, np.ndarray], Callable[[], Any]]
 """(ids, labels) to a step."""
 
 
-def _serve_artifact(folder: Path, layers: int) -> Opener:
+def _serve_artifact(folder: Path, stock: bool) -> Opener:
     import executorch.kernels.quantized  # noqa: F401
     import torch  # noqa: F401
 
@@ -367,7 +381,7 @@ def _serve_artifact(folder: Path, layers: int) -> Opener:
     manifest = read_manifest(folder, check_files=False)
 
     def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
-        session, number = BlocksSession(folder, manifest), iter(range(1 << 30))
+        session, number = BlocksSession(folder, manifest, stock), iter(range(1 << 30))
         return lambda: session.step(ids, labels, next(number), RATE)
 
     return opened
@@ -390,7 +404,7 @@ def _serve_joint(folder: Path, layers: int) -> Opener:
     return opened
 
 
-def _serve_peft(folder: Path, layers: int) -> Opener:
+def _serve_peft(folder: Path, layers: int, compiled: bool = False) -> Opener:
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -403,13 +417,16 @@ def _serve_peft(folder: Path, layers: int) -> Opener:
             parameter.requires_grad_(False)
         lora: Any = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules=list(ALL_TARGETS))
         model = get_peft_model(model, lora)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+        if not compiled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
         model.train()
         optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0
         )
         given = torch.from_numpy(ids), torch.from_numpy(labels)
+        if compiled:
+            model = torch.compile(model)
 
         def run() -> None:
             optimizer.zero_grad()

@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 from benchmarks.mesp.blocks import FORMS, MODEL
 
 NEEDS = ("executorch",)
@@ -84,9 +84,7 @@ def main() -> None:
 def add_protocol(parser: Any, valid_rows: int, processes: int) -> None:
     """Add the flags of the runs, which are the same in the runtime and in eager PyTorch."""
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--data")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
@@ -175,7 +173,7 @@ def run(
     )
     dims, longest = ModelDims.from_manifest(manifest.model.dims), max(manifest.lengths_tokens)
     parameters = lora_parameters(dims, family_classes()[dims.family], session.config)
-    adapter = FlatLayout.build(parameters).to_flat(initial_tensors(parameters, seed))
+    adapter = FlatLayout.build(parameters, dims.layers).to_flat(initial_tensors(parameters, seed))
     session.load_state(session.state() | {"adapter": adapter})
     rows, held = (
         read_dataset(path, tokenizer, task="sst2", max_length_tokens=longest)

@@ -154,7 +154,7 @@ class Run:
         parameters = lora_parameters(
             self.loaded.dims, type(self.loaded.family), self.autodiff.config
         )
-        return FlatLayout.build(parameters).to_tensors(
+        return FlatLayout.build(parameters, self.loaded.dims.layers).to_tensors(
             (new - self.beta1 * old) / (1.0 - self.beta1)
         )
 

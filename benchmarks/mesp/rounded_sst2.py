@@ -117,6 +117,7 @@ def round_weights(loaded: Any, form: str) -> Any:
     import torch
 
     from ondevice.methods.mesp.block_functions import LINEAR_FORMS, TABLE_FORMS
+    from ondevice.methods.mesp.frozen import Q4
     from ondevice.methods.mesp.torch.kernels import TorchKernels
 
     with torch.no_grad():
@@ -127,7 +128,7 @@ def round_weights(loaded: Any, form: str) -> Any:
                 )[form]
                 packed = kind.pack(name, weight.float())
                 weight.copy_(
-                    four_bits(packed, name)
+                    Q4.unpack(name, packed)[1]
                     if len(packed) == 3 and form == "q4"
                     else kind.matrix(name, packed).dense()
                 )
@@ -149,23 +150,6 @@ def round_weights(loaded: Any, form: str) -> Any:
             return self.add_product(into, eight_bits(g * scales), weight / scales[:, None])
 
     return Integers()
-
-
-def four_bits(packed: dict[str, Tensor], name: str) -> Tensor:
-    """Make levels, scales and minima of 32 inputs dense without ExecuTorch, whose operator a
-    program has for it."""
-    import torch
-
-    levels = (
-        torch.stack([packed[name] >> 4, packed[name] & 15], -1)
-        .flatten(1)
-        .float()
-        .unflatten(1, (-1, 32))
-    )
-    return (
-        levels * packed[f"{name}_scale"].float()[..., None]
-        + packed[f"{name}_min"].float()[..., None]
-    ).flatten(1)
 
 
 def eight_bits(x: Tensor) -> Tensor:

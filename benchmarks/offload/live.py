@@ -19,8 +19,8 @@ from benchmarks.offload.zero import Zero
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.offload import device as offload_device
+from ondevice.offload.engine import OffloadEngine
 
 
 class Pinned:
@@ -55,7 +55,7 @@ class Sliding:
             **options,
             "moments": om.sliding_moments(name),
         }
-        self.engine = SlideformerEngine(
+        self.engine = OffloadEngine(
             om.make_family(shape, block), SlideformerConfig(**settings), device
         )
         self.number = 0

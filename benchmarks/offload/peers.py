@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.offload.model import SHAPES, make_family
-from ondevice.methods.slideformer.window import bind
 from ondevice.models.families.base import Family
 from ondevice.offload.gradients import ChunkedLoss
 from ondevice.offload.liger import LigerLoss
 from ondevice.offload.units import Unit, cut
+from ondevice.offload.window import bind
 
 CHUNK = 2048
 RATE = 1e-5

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.committed import RESULTS
-from benchmarks.common import finish, interleaved, machine_info, median, parse_args, write_result
+from benchmarks.common import (
+    add_arguments,
+    finish,
+    interleaved,
+    machine_info,
+    median,
+    parse_args,
+    write_result,
+)
 from benchmarks.prge.programs import (
     Q4,
     Program,
@@ -127,9 +135,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=int, default=0, help="tokens of every program, for a quick try"
     )
-    parser.add_argument(
-        "--note", action="append", default=[], help="a remark to keep with the result"
-    )
+    add_arguments(parser, "--note")
 
 
 def main() -> None:

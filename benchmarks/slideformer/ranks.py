@@ -29,18 +29,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.peers import Fsdp2
 from benchmarks.offload.roundpipe import RoundPipe
 from benchmarks.offload.zero import Zero
 from ondevice.methods.slideformer.auto import Room, Work, assumed, resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine, agreed
+from ondevice.methods.slideformer.torch import agreed
 from ondevice.offload import cores
 from ondevice.offload.calibrate import calibrate
-from ondevice.offload.engine import join
+from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.liger import use_liger
+from ondevice.offload.session import join
 from ondevice.planning.devices import find_device
 
 NEEDS = ("cuda",)
@@ -77,14 +78,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig"
     )
-    parser.add_argument(
-        "--gpu-bytes",
-        type=float,
-        help="GPU memory that auto may plan with, instead of this machine's",
-    )
-    parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
-    )
+    add_arguments(parser, "--gpu-bytes", "--host-gib")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
         "--budget-s", type=float, default=480.0, help="end what still runs so long after the start"
@@ -134,7 +128,7 @@ class Sliding(OnRanks):
             config, why = resolve(config, *self._machine(args, config, device, rows))
             self.choice = why.partition(" (")[0]
         family = om.make_family(args.shape, om.random_block(args.shape, device))
-        self.engine = SlideformerEngine(family, agreed(config, self.ranks), device, self.ranks)
+        self.engine = OffloadEngine(family, agreed(config, self.ranks), device, self.ranks)
 
     def _machine(
         self, args: Any, config: SlideformerConfig, device: str, rows: int

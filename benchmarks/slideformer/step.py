@@ -20,12 +20,13 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import finish, machine_info, median, parse_args
+from benchmarks.common import add_arguments, finish, machine_info, median, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.live import Live, Running, Sliding, merge, reason, short
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.offload.device import open_device
-from ondevice.offload.engine import chrome_trace, host_threads
+from ondevice.offload.engine import host_threads
+from ondevice.offload.report import chrome_trace
 
 NEEDS = ("cuda",)
 SLIDING = ("slideformer", "slideformer-bf16", "slideformer-int8")
@@ -75,16 +76,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="runs that the repeats are spread over"
-    )
+    add_arguments(parser, "--rounds", "--host-gib")
     parser.add_argument(
         "--warmup", type=int, default=2, help="steps before a variant's first run; 1 before others"
     )
     parser.add_argument("--limit-gib", type=float, help="GPU memory that PyTorch may take")
-    parser.add_argument(
-        "--host-gib", type=float, help="host memory of the machine, if it grows as it is used"
-    )
     parser.add_argument(
         "--calibrate", type=int, default=200_000_000, help="parameters of the update that is timed"
     )

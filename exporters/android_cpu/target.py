@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ondevice.artifact.manifest import ANSWERS
 from ondevice.core.errors import VerificationError
+from ondevice.core.manifest import kind_of
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.blocks import BlocksSession
 from ondevice.exporters.executorch.blocks_model import can_generate, check_blocks_model
-from ondevice.exporters.executorch.packed import ANSWERS, has_answers
+from ondevice.exporters.executorch.packed import has_answers
 from ondevice.exporters.executorch.session import ExecutorchSession
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 from ondevice.models import load_model
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.manifest import Manifest
-    from ondevice.core.program import BuiltProgram, GraphProgram
+    from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered
 
@@ -60,6 +62,8 @@ class AndroidCpu(ExecutorchTarget):
         if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
             problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         program: GraphProgram = self.program(job.method)
+        if job.export.kernels == "stock" and program.uses_ops(job.export):
+            problems.append("export.kernels is stock, and this program needs the project's ops")
         if program.uses_ops(job.export) and not any(
             shutil.which(name) for name in ("c++", "g++", "clang++")
         ):
@@ -88,10 +92,13 @@ class AndroidCpu(ExecutorchTarget):
         if built.shape == "blocks":
             log.info("lowering %s", ", ".join(module.name for module in built.modules))
             of_all = [module for module in built.modules if not module.per_layer]
-            of_layers = [module for module in built.modules if module.per_layer]
+            of_kinds: dict[int, list[ProgramModule]] = {}
+            for module in built.modules:
+                if module.per_layer:
+                    of_kinds.setdefault(kind_of(module.name), []).append(module)
             rows = PACKED_FROM_ROWS if job.export.quantize == "none" else None
             lowered = lowering.lower_portable(of_all, packed_from_rows=rows)
-            if of_layers:
+            for _, of_layers in sorted(of_kinds.items()):
                 lowered = lowered.with_layers(lowering.lower_portable(of_layers, integers=True))
             return built, lowered
         log.info(
@@ -110,12 +117,12 @@ class AndroidCpu(ExecutorchTarget):
         quantize = job.export.quantize
         batches = text_batches(session, built.loaded.tokenizer, job.export.check_steps)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
-        if wrong := beyond(agreement, TOLERANCE[quantize], LEAST.get(quantize)):
-            raise VerificationError(
-                "the program does not do what eager PyTorch does; nothing was written",
-                expected=", ".join(expected for expected, _ in wrong),
-                received=", ".join(received for _, received in wrong),
-            )
+        _refuse(agreement, quantize)
+        if session.fused:
+            stock = BlocksSession(session.folder, session.manifest, stock=True)
+            batches = text_batches(stock, built.loaded.tokenizer, job.export.check_steps)
+            _refuse(program.compare(stock, built, batches, job.method.learning_rate), quantize)
+            stock.close()
         if can_generate(session):
             agreement.values["max_rel_logit_error"] = check_blocks_model(
                 cast(Any, session), built.loaded
@@ -152,7 +159,7 @@ class AndroidCpu(ExecutorchTarget):
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         """Run steps of the program and of eager, and measure how far they are apart."""
         request.refuse_directions(manifest.target)
-        program, built = self.rebuild(manifest, request)
+        program, built = self.rebuild(folder, manifest, request)
         session = self.open(folder, manifest)
         batches = request.batches(session, built.loaded.tokenizer, request.steps or DEFAULT_STEPS)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
@@ -179,6 +186,15 @@ class AndroidCpu(ExecutorchTarget):
                 ok = False
                 answers = {"answers": str(error)}
         return {**agreement.values, **answers, "backend": backend, "ok": ok}
+
+
+def _refuse(agreement: Agreement, quantize: str) -> None:
+    if wrong := beyond(agreement, TOLERANCE[quantize], LEAST.get(quantize)):
+        raise VerificationError(
+            "the program does not do what eager PyTorch does; nothing was written",
+            expected=", ".join(expected for expected, _ in wrong),
+            received=", ".join(received for _, received in wrong),
+        )
 
 
 def placement(

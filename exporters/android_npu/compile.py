@@ -1,4 +1,8 @@
-"""A model's blocks, or one function of a block, compiled into one QNN delegate."""
+"""A model's blocks, or one function of a block, compiled into one QNN delegate.
+
+Whoever imports this gets QNN's compiler (`qnn.load_compiler`): without it, the import of
+ExecuTorch's package would download an SDK.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from executorch.backends.qualcomm.qnn_preprocess import QnnBackend
-from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
-from executorch.backends.qualcomm.utils.qnn_manager_lifecycle import QnnManagerContext
-from executorch.backends.qualcomm.utils.utils import (
-    generate_htp_compiler_spec,
-    generate_qnn_executorch_compiler_spec,
-    to_edge_transform_and_lower_to_qnn,
-)
-from executorch.exir.delegate import executorch_call_delegate
-from executorch.exir.lowered_backend_module import get_lowered_backend_modules
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from ondevice.core.errors import ConfigError, VerificationError
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.executorch.shortcuts import shortcuts
+
+qnn.load_compiler()
+
+from executorch.backends.qualcomm.qnn_preprocess import QnnBackend  # noqa: E402
+from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset  # noqa: E402
+from executorch.backends.qualcomm.utils.qnn_manager_lifecycle import (  # noqa: E402
+    QnnManagerContext,
+)
+from executorch.backends.qualcomm.utils.utils import (  # noqa: E402
+    generate_htp_compiler_spec,
+    generate_qnn_executorch_compiler_spec,
+    to_edge_transform_and_lower_to_qnn,
+)
+from executorch.exir.delegate import executorch_call_delegate  # noqa: E402
+from executorch.exir.lowered_backend_module import get_lowered_backend_modules  # noqa: E402
 
 
 class Delegate(nn.Module):

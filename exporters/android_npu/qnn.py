@@ -21,8 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ondevice.core.errors import MissingPackageError
+from ondevice.core.process import cache_root
 from ondevice.exporters.executorch.quiet import without_native_output
-from ondevice.models.sources.cache import cache_root
 
 PACKAGE = "onnxruntime-qnn"
 VERSION = "2.5.0"

@@ -97,7 +97,6 @@ class AndroidNpu(ExecutorchTarget):
     ) -> tuple[BuiltProgram, Lowered]:
         """Compile the blocks for the chip, and lower the rest in XNNPACK's and the runtime's own
         kernels."""
-        qnn.load_compiler()
         if built.parts is not None:
             from ondevice.exporters.android_npu.layers import lower_layers
 
@@ -172,7 +171,7 @@ class AndroidNpu(ExecutorchTarget):
                 expected="--directions N",
                 received=f"--steps {request.steps}",
             )
-        program, built = self.rebuild(manifest, request)
+        program, built = self.rebuild(folder, manifest, request)
         session = self.open(folder, manifest)
         results = []
         ports = manifest.program_spec.methods["train_step"].outputs
@@ -202,7 +201,7 @@ class AndroidNpu(ExecutorchTarget):
         self, folder: Path, manifest: Manifest, request: VerifyRequest
     ) -> dict[str, Any]:
         request.refuse_directions("a program with exact gradients")
-        program, built = self.rebuild(manifest, request)
+        program, built = self.rebuild(folder, manifest, request)
         session: Any = self.open(folder, manifest)
         batches = request.batches(session, built.loaded.tokenizer, request.steps or 1)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, MissingPackageError
-from ondevice.core.session import Preparing, ProgramSession, Replaying, Scoring, require
+from ondevice.core.session import (
+    Preparing,
+    ProgramSession,
+    Replaying,
+    Scoring,
+    Weighing,
+    Writing,
+    require,
+)
 from ondevice.core.untrusted import read_object, well_formed
 
 try:
@@ -24,12 +32,13 @@ from ondevice.models.sources.resolve import SourceInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import numpy as np
 
     from ondevice.artifact.adapter import Adapter
     from ondevice.core.manifest import Manifest
-    from ondevice.core.session import StepResult
+    from ondevice.core.session import StepResult, Weigh
     from ondevice.models import LoadedModel
 
 FORMAT = 1
@@ -87,14 +96,20 @@ class TorchProgramSession(ProgramSession):
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
         """Run one optimizer step; see `Session.step`."""
-        self._bucket(ids)
-        if ids.shape[0] != self.batch_size:
-            raise ArtifactError(
-                f"the program's train_step takes {self.batch_size} rows",
-                expected=self.batch_size,
-                received=ids.shape[0],
-            )
+        self._check_batch(ids)
         return self.session.step(ids, labels, step, learning_rate)
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step on weighted rows; see `Weighing.weighted_step`."""
+        self._check_batch(ids)
+        weighing = require(self.session, Weighing)
+        return weighing.weighted_step(ids, labels, weigh, step, learning_rate)
+
+    def writing(self) -> AbstractContextManager[LoadedModel]:
+        """Give the model with what was trained in place; see `Writing`."""
+        return require(self.session, Writing).writing()
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
         """Let the method prepare its state; see `Preparing.before_step`."""
@@ -119,6 +134,16 @@ class TorchProgramSession(ProgramSession):
         """Compute row losses and token counts; see `Session.evaluate`."""
         self._bucket(ids)
         return self.session.evaluate(ids, labels)
+
+    def _check_batch(self, ids: np.ndarray) -> None:
+        """Refuse a step's batch of other sizes than the program's."""
+        self._bucket(ids)
+        if ids.shape[0] != self.batch_size:
+            raise ArtifactError(
+                f"the program's train_step takes {self.batch_size} rows",
+                expected=self.batch_size,
+                received=ids.shape[0],
+            )
 
     def _bucket(self, ids: np.ndarray) -> None:
         if ids.shape[1] not in self.lengths_tokens:

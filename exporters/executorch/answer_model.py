@@ -164,7 +164,7 @@ class AnswerBlock(nn.Module):
             self.norms[place] = Norm(weight, dims.norm_eps)
         self.linears = nn.ModuleDict()
         for target in family.linear_targets:
-            name = f"model.layers.{number}.{family.linear_parents[target]}.{target}"
+            name = family.weight_path(number, target)
             self.linears[target] = Adapted(family.module(name), pairs.get(name), rank)
         half, kept = dims.head_dim // 2, (1, context, dims.kv_heads, dims.head_dim)
         turn = torch.zeros(dims.head_dim, dims.head_dim)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,26 @@ import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
 from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
-from ondevice.core.program import LOWEST
-from ondevice.core.session import IGNORE, StepResult
+from ondevice.core.manifest import LAYER_INPUT
+from ondevice.core.program import FUSED, LOWEST
+from ondevice.core.session import IGNORE, StepResult, Weigh
 from ondevice.core.untrusted import Refused, inside
+from ondevice.exporters.executorch.blocks_model import BlocksModel
 from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
+from ondevice.generation.sample import answers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.core.manifest import Manifest, TensorPort
 
+HeadGradient = Callable[[np.ndarray], "Tensor"]
+"""Takes a weight for each row, float64; gives the gradient of x of the rows' negative log
+likelihoods times their weights, times the loss scale."""
 LOSS_SCALE = "loss_scale"
+GRADIENTS = ("keys_gradient", "values_gradient")
+SHARED = ("shared_keys", "shared_values", *GRADIENTS)
+"""Roles of what blocks hand on to each other within a step."""
 LOWER_RATE = "resume from the last checkpoint with a lower learning rate"
 RELOAD = "copy the artifact again, or export it again"
 SHARED_PRODUCT = 1 << 30
@@ -51,6 +61,21 @@ def _in_threads(run: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+@dataclass(frozen=True)
+class _HeadRows:
+    """Positions that went through the head together.
+
+    Attributes:
+        places: in the flattened batch, int64 [at most `head_rows`].
+        targets: their labels, int64 [head_rows]; -1 behind the last.
+        sums: maximum, total and label's logit over all tiles, float32 [head_rows] each.
+    """
+
+    places: np.ndarray
+    targets: np.ndarray
+    sums: list[Tensor]
+
+
 class BlocksSession(ExecutorchSession):
     """Runs a block program; see `ExecutorchSession`.
 
@@ -58,20 +83,25 @@ class BlocksSession(ExecutorchSession):
         ArtifactError: the weights file is damaged or of another model.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder, manifest)
+    def __init__(self, folder: Path, manifest: Manifest, stock: bool = False) -> None:
+        super().__init__(folder, manifest, stock)
         import torch
 
         self.weights = MappedWeights(self.folder / str(self.spec.weights))
         self._frozen_tensors: dict[str, Tensor] = {}
-        for method in self.spec.methods.values():
+        for method_name, method in self.spec.methods.items():
+            layers = self.spec.layers_of(method_name)
             for port in method.inputs:
                 if port.role == "frozen":
-                    for layer in range(self.spec.layers if "{layer}" in port.name else 1):
+                    for layer in layers if "{layer}" in port.name else (0,):
                         name = port.name.replace("{layer}", str(layer))
                         array = self.weights.tensor(name, port.shape, port.dtype)
                         self._frozen_tensors[name] = torch.from_numpy(array)
         self._product = self._largest_product()
+        self._read: dict[str, Tensor] = {}
+        """Of the pass that runs: its ids and first input, if layers have inputs of their own; keys
+        and values that several blocks read, and the sums of their gradients."""
+        self._pass_size = ""
         tile = self.spec.methods["head_sums"].inputs[-1].shape[0]
         starts = range(0, self.spec.vocab, tile)
         self.tiles = [(min(start, self.spec.vocab - tile), start) for start in starts]
@@ -96,11 +126,29 @@ class BlocksSession(ExecutorchSession):
                 or the head's, or if the loss is scaled. There the step is left out, and the scale
                 halved, as long as it can be.
         """
+
+        def mean(nll: np.ndarray) -> tuple[float, np.ndarray]:
+            count = max(1, int((labels[:, 1:] != IGNORE).sum()))
+            return float(nll.sum()) / count, np.full(len(nll), 1 / count)
+
+        return self.weighted_step(ids, labels, mean, step, learning_rate)
+
+    @_in_threads
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one training step on weighted rows; see `Weighing`, and `step` for errors.
+
+        The backward pass is linear in the head's gradient, so a row's weight multiplies the scale
+        of its tokens there: the program is the one of a plain step.
+        """
         self._check_whole()
         size = self._size(self.batch_size, ids)
         inputs, x = self._forward(ids, size, keep=True)
-        nll, counts, g = self._head(x, labels, gradient=True)
-        loss = float(nll.sum() / max(1, counts.sum()))
+        head = self._fused_head if self.fused else self._head
+        nll, gradient = head(x, labels)
+        loss, weights = weigh(nll)
+        g = gradient(weights)
         if not (np.isfinite(loss) and bool(g.isfinite().all())):
             raise TrainingError(
                 f"step {step}: the loss is not finite; nothing was updated",
@@ -161,8 +209,10 @@ class BlocksSession(ExecutorchSession):
         """Row losses and token counts; see `Session.evaluate`."""
         self._check_whole()
         _, x = self._forward(ids, self._size(self.eval_batch_size, ids), keep=False)
-        nll, counts, _ = self._head(x, labels, gradient=False)
-        return nll, counts
+        if self.fused:
+            return self._fused_losses(x, labels), (labels[:, 1:] != IGNORE).sum(1)
+        nll, _ = self._head(x, labels)
+        return nll, (labels[:, 1:] != IGNORE).sum(1)
 
     @_in_threads
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
@@ -174,6 +224,18 @@ class BlocksSession(ExecutorchSession):
             )
         _, x = self._forward(ids, self._size(1, ids), keep=False)
         return self.head(x[length_tokens - 1 : length_tokens].contiguous())
+
+    @_in_threads
+    def answer_prompt(
+        self, prompt: Sequence[int], samplers: Sequence[Any], most_tokens: int
+    ) -> list[list[int]]:
+        """Return an answer of each sampler; see `Answering`.
+
+        Raises:
+            ArtifactError: the program cannot generate.
+        """
+        self._check_whole()
+        return answers_of(BlocksModel(self), prompt, samplers, most_tokens)
 
     def head(self, hidden: Tensor) -> np.ndarray:
         """Logits float32 [vocab] of one position's hidden state [1, D]."""
@@ -230,7 +292,10 @@ class BlocksSession(ExecutorchSession):
 
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
         """The input of every block if it is to be kept, and the last block's output, [N, D]."""
-        x = self._call_block(f"embed_{size}", {"ids": _tensor(ids)})["hidden"]
+        given = {"ids": _tensor(ids)}
+        x = self._call_block(f"embed_{size}", given)["hidden"]
+        self._read = given | {"hidden": x}
+        self._pass_size = size
         inputs = []
         for layer in range(self.spec.layers):
             if keep:
@@ -240,37 +305,26 @@ class BlocksSession(ExecutorchSession):
             ]
         return inputs, x
 
-    def _head(
-        self, x: Tensor, labels: np.ndarray, gradient: bool
-    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's
-        gradient of x, times the loss scale.
+    def _head(self, x: Tensor, labels: np.ndarray) -> tuple[np.ndarray, HeadGradient]:
+        """Each row's summed negative log likelihood, and what computes the gradient.
 
         Only positions with a label go through the head, `head_rows` at a time; the last of them are
         filled up with rows of weight 0.
         """
-        import torch
-
-        targets = np.full(labels.shape, IGNORE, np.int64)
-        targets[:, :-1] = labels[:, 1:]
-        counts = (targets != IGNORE).sum(1)
+        targets = _targets(labels)
         nll = np.zeros(labels.shape[0], np.float32)
-        g = torch.zeros_like(x)
+        parts = []
         (where,) = np.nonzero(targets.reshape(-1) != IGNORE)
         for start in range(0, where.size, self.head_rows):
             places = where[start : start + self.head_rows]
             wanted = np.full(self.head_rows, -1, np.int64)
-            scale = np.zeros(self.head_rows, np.float32)
             wanted[: places.size] = targets.reshape(-1)[places]
-            scale[: places.size] = (self.loss_scale or 1.0) / where.size
-            hidden = torch.zeros(self.head_rows, x.shape[1])
-            hidden[: places.size] = x[places]
-            given = {"hidden": hidden, "targets": _tensor(wanted), "token_scale": _tensor(scale)}
             sums = [
-                torch.full((self.head_rows,), LOWEST),
-                torch.zeros(self.head_rows),
-                torch.zeros(self.head_rows),
+                x.new_full((self.head_rows,), LOWEST),
+                x.new_zeros(self.head_rows),
+                x.new_zeros(self.head_rows),
             ]
+            given = {"hidden": self._labelled(x, places), "targets": _tensor(wanted)}
             for tile in self.tiles:
                 sums = list(self._tile("head_sums", given, sums, tile).values())
             maximum, total, logit = (value.numpy() for value in sums)
@@ -279,12 +333,58 @@ class BlocksSession(ExecutorchSession):
             logarithm = np.log(total.astype(np.float64)).astype(np.float32)
             rows = (maximum + logarithm - logit)[: places.size]
             np.add.at(nll, places // labels.shape[1], rows)
-            if gradient:
-                given["gradient"] = torch.zeros_like(hidden)
-                for tile in self.tiles:
-                    given["gradient"] = self._tile("head_gradient", given, sums, tile)["gradient"]
-                g[places] = given["gradient"][: places.size]
-        return nll, counts, g
+            parts.append(_HeadRows(places, wanted, sums))
+        return nll, lambda weights: self._head_gradient(x, parts, weights, labels.shape[1])
+
+    def _head_gradient(
+        self, x: Tensor, parts: list[_HeadRows], weights: np.ndarray, length_tokens: int
+    ) -> Tensor:
+        """The gradient of x of the rows' negative log likelihoods times `weights`, float64 [rows],
+        times the loss scale."""
+        g = x.new_zeros(x.shape)
+        for part in parts:
+            scale = np.zeros(self.head_rows, np.float32)
+            of_tokens = weights[part.places // length_tokens]
+            scale[: part.places.size] = (self.loss_scale or 1.0) * of_tokens
+            given = {
+                "hidden": self._labelled(x, part.places),
+                "targets": _tensor(part.targets),
+                "token_scale": _tensor(scale),
+                "gradient": x.new_zeros(self.head_rows, x.shape[1]),
+            }
+            for tile in self.tiles:
+                given["gradient"] = self._tile("head_gradient", given, part.sums, tile)["gradient"]
+            g[part.places] = given["gradient"][: part.places.size]
+        return g
+
+    def _labelled(self, x: Tensor, places: np.ndarray) -> Tensor:
+        """The hidden states of some positions, [head_rows, D], filled up with zeros."""
+        hidden = x.new_zeros(self.head_rows, x.shape[1])
+        hidden[: places.size] = x[places]
+        return hidden
+
+    def _fused_head(self, x: Tensor, labels: np.ndarray) -> tuple[np.ndarray, HeadGradient]:
+        """The same in one pass: each token's gradient, which a row's weight then multiplies."""
+        given = self._fused_inputs(x, labels)
+        given["token_scale"] = x.new_ones(labels.size)
+        outputs = self._call_block(f"{FUSED}head_{labels.shape[0]}x{labels.shape[1]}", given)
+
+        def gradient(weights: np.ndarray) -> Tensor:
+            factors = _tensor((weights * (self.loss_scale or 1.0)).astype(np.float32))
+            by_row = outputs["gradient"].view(*labels.shape, x.shape[1])
+            return (by_row * factors[:, None, None]).view(x.shape)
+
+        return outputs["losses"].numpy().reshape(labels.shape).sum(1), gradient
+
+    def _fused_losses(self, x: Tensor, labels: np.ndarray) -> np.ndarray:
+        """Each row's summed negative log likelihood."""
+        name = f"{FUSED}losses_{labels.shape[0]}x{labels.shape[1]}"
+        losses = self._call_block(name, self._fused_inputs(x, labels))["losses"]
+        return losses.numpy().reshape(labels.shape).sum(1)
+
+    def _fused_inputs(self, x: Tensor, labels: np.ndarray) -> dict[str, Tensor]:
+        targets = _targets(labels).reshape(-1)
+        return {"hidden": x, "targets": _tensor(np.where(targets == IGNORE, -1, targets))}
 
     def _tile(
         self, name: str, given: dict[str, Tensor], sums: list[Tensor], tile: tuple[int, int]
@@ -311,6 +411,8 @@ class BlocksSession(ExecutorchSession):
             layer: whose weights and ranges of the state go in.
             first: row of a table at which the tile begins.
         """
+        if self.fused and FUSED + name in self.spec.methods:
+            name = FUSED + name
         method = self.spec.methods[name]
         inputs = []
         for port in method.inputs:
@@ -321,10 +423,27 @@ class BlocksSession(ExecutorchSession):
                 inputs.append(tensor)
             elif port.role == "state":
                 inputs.append(_tensor(self._range(port.name, layer)))
+            elif port.role == "layer_input":
+                own = self._call_block(f"{LAYER_INPUT}{self._pass_size}", self._read, layer)
+                inputs.append(own["layer_input"])
+            elif port.role in SHARED:
+                inputs.append(self._shared(port))
             else:
                 inputs.append(given[_key(port)])
         outputs = self._method(name, layer).execute(inputs)
-        return dict(zip(map(_key, method.outputs), outputs, strict=True))
+        found = dict(zip(map(_key, method.outputs), outputs, strict=True))
+        for port in method.outputs:
+            if port.role in SHARED:
+                self._read[_key(port)] = found.pop(_key(port))
+        return found
+
+    def _shared(self, port: TensorPort) -> Tensor:
+        """Keys or values that another block computed, or the sum of their gradients so far."""
+        import torch
+
+        if _key(port) not in self._read and port.role in GRADIENTS:
+            return torch.zeros(port.shape)
+        return self._read[_key(port)]
 
     def _largest_product(self) -> int:
         """Multiplications of the largest product with a matrix that a block is given; 0 if it
@@ -386,8 +505,15 @@ class BlocksSession(ExecutorchSession):
         return value[layer * size : (layer + 1) * size]
 
 
+def _targets(labels: np.ndarray) -> np.ndarray:
+    """The label of each position's next token, int64 like `labels`."""
+    targets = np.full(labels.shape, IGNORE, np.int64)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
 def _key(port: TensorPort) -> str:
-    several = port.role in ("state", "counter", "constant", "tile_sums")
+    several = port.role in ("state", "counter", "constant", "tile_sums", *SHARED)
     return f"{port.role} {port.name}" if several else str(port.role)
 
 

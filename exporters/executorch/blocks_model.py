@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.artifact.adapter import Adapter
-    from ondevice.exporters.executorch.blocks import BlocksSession
     from ondevice.models import LoadedModel
 
 
@@ -23,17 +22,18 @@ class BlocksModel:
     """A `TokenModel` over a program's session; its adapter takes part.
 
     Args:
-        session: of a program that was exported with `export.context_tokens`.
+        session: a `BlocksSession` of a program that was exported with `export.context_tokens`.
 
     Attributes:
         context_tokens: most tokens of a conversation.
+        piece_tokens: most tokens of a pass.
         read: tokens that were read so far.
 
     Raises:
         ArtifactError: the program cannot generate.
     """
 
-    def __init__(self, session: BlocksSession) -> None:
+    def __init__(self, session: Any) -> None:
         import torch
 
         if not can_generate(session):
@@ -41,7 +41,7 @@ class BlocksModel:
             raise ArtifactError("the program has no functions that generate", hint=hint)
         self.session = session
         methods = session.spec.methods
-        self.chunk = methods["embed_prefill"].inputs[0].shape[1]
+        self.piece_tokens = methods["embed_prefill"].inputs[0].shape[1]
         self.decodes = (
             "block_decode" in methods
         )  # else a token goes through what reads many, filled up
@@ -82,8 +82,8 @@ class BlocksModel:
 
     def _feed(self, ids: Sequence[int]) -> np.ndarray:
         while True:
-            reads_many = len(ids) > 1 and self.read + self.chunk <= self.context_tokens
-            many = self.chunk if reads_many or not self.decodes else 1
+            reads_many = len(ids) > 1 and self.read + self.piece_tokens <= self.context_tokens
+            many = self.piece_tokens if reads_many or not self.decodes else 1
             part = ids[:many]
             ids = ids[many:]
             hidden = self._pass(part, many)
@@ -106,7 +106,7 @@ class BlocksModel:
         and not kept."""
         import torch
 
-        name = "prefill" if size == self.chunk else "decode"
+        name = "prefill" if size == self.piece_tokens else "decode"
         session = self.session
         row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
         x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]
@@ -157,7 +157,7 @@ def check_tokens(
     return (ids * (1 + (length + 2) // len(ids)))[: length + 2], length
 
 
-def check_blocks_model(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
+def check_blocks_model(session: Any, loaded: LoadedModel, limit: float = 0.0) -> float:
     """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's
     adapter.
 
@@ -176,7 +176,7 @@ def check_blocks_model(session: BlocksSession, loaded: LoadedModel, limit: float
     program = BlocksModel(session)
     adapter = session.adapter()
     limit = limit or LOGIT_ERROR
-    ids, length = check_tokens(loaded, program.context_tokens, program.chunk)
+    ids, length = check_tokens(loaded, program.context_tokens, program.piece_tokens)
     with adapted(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
     found = np.stack(

@@ -20,6 +20,7 @@ from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 
+from ondevice.core.program import FUSED
 from ondevice.exporters.executorch.partition import shares
 from ondevice.exporters.executorch.shortcuts import shortcuts
 from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
@@ -77,18 +78,22 @@ class Lowered:
     partition: dict[str, tuple[Share, ...]]
     """Shares of each method by backend."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
-    of_layers: bytes | None = None
+    of_layers: tuple[bytes, ...] = ()
     """The program of the methods that every layer has its own of, with markers in the place of its
-    weights."""
+    weights; one for each kind of block."""
 
     def with_layers(self, layers: Lowered) -> Lowered:
-        """Join this program and that of the layers' methods as one artifact's."""
+        """Join this program and that of the layers' methods as one artifact's; those of the next
+        kind of block may follow."""
         both = {
             name: getattr(self, name) | getattr(layers, name)
             for name in ("planned_bytes", "ops", "delegates", "partition", "graph_sizes")
         }
         return Lowered(
-            self.buffer, seconds=self.seconds + layers.seconds, of_layers=layers.buffer, **both
+            self.buffer,
+            seconds=self.seconds + layers.seconds,
+            of_layers=(*self.of_layers, layers.buffer),
+            **both,
         )
 
 
@@ -192,7 +197,7 @@ def lower_portable(
         partitioners |= {
             m.name: [xnnpack_partitioner(products=True)]
             for m in methods
-            if hidden_rows(m) >= packed_from_rows
+            if hidden_rows(m) >= packed_from_rows and not m.name.startswith(FUSED)
         }
     delegated = any(partitioners.values())
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():

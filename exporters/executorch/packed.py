@@ -20,8 +20,6 @@ from ondevice.exporters.executorch.session import load_runtime
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
-ANSWERS = "answers"
-"""Folder of an artifact that holds the program."""
 PROGRAM_FILE, FORMAT = "model.pte", 1
 """A file of the folder; `FORMAT` is the version of its description, `ANSWERS_FILE`."""
 
@@ -57,6 +55,7 @@ class PackedModel:
 
     Attributes:
         context_tokens: most tokens of a conversation.
+        piece_tokens: most tokens of a call.
         read: tokens that were read so far; set it back to forget the tokens after it.
 
     Raises:
@@ -77,7 +76,7 @@ class PackedModel:
             )
         with well_formed(self.folder / ANSWERS_FILE, ArtifactError, hint="copy it again"):
             self.context_tokens = self.described["context_tokens"]
-            self.chunk = self.described["chunk_tokens"]
+            self.piece_tokens = self.described["chunk_tokens"]
         self.read = 0
         load_operators()
         try:
@@ -149,8 +148,8 @@ class PackedModel:
         check_room(ids, self.read, self.context_tokens)
         adapter = () if self._adapter is None else (self._adapter,)
         logits = None
-        for low in range(0, len(ids), self.chunk):
-            part = list(ids[low : low + self.chunk])
+        for low in range(0, len(ids), self.piece_tokens):
+            part = list(ids[low : low + self.piece_tokens])
             (logits,) = self._method.execute(
                 [torch.tensor([part]), torch.tensor([self.read]), *adapter]
             )

@@ -81,8 +81,8 @@ def _is_descriptor(stream: object, descriptor: int) -> bool:
         return False
 
 
-def _tail(caught: IO[bytes], lines: int = 5) -> str:
+def _tail(caught: IO[bytes]) -> str:
     caught.seek(0)
     text = caught.read().decode(errors="replace")
     errors = [line for line in text.splitlines() if "ERROR" in line or "rror" in line]
-    return "\n".join(errors[-lines:])
+    return "\n".join(errors[-5:])

@@ -7,6 +7,7 @@ which arrays stay from step to step, and where the trained matrices lie in the f
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, MissingPackageError
 from ondevice.core.manifest import Manifest
+from ondevice.core.program import FUSED
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ondevice.core.manifest import AdapterEntry, StateTensor
     from ondevice.core.session import Preparing
 
+log = logging.getLogger("ondevice.exporters")
 CHATTER = "[cpuinfo_utils.cpp"
 """ExecuTorch's message about a processor that it does not know."""
 KINDS = ("train_step", "evaluate", "next_token")
@@ -84,6 +87,10 @@ class ExecutorchSession(ProgramSession):
     Args:
         folder: the artifact.
         manifest: its checked manifest.
+        stock: leave out the functions in this project's ops, if the program has its functions twice.
+
+    Attributes:
+        fused: the functions in this project's ops run.
 
     Raises:
         ArtifactError: the runtime cannot load the program, or a file of the state does not fit the
@@ -92,7 +99,7 @@ class ExecutorchSession(ProgramSession):
 
     backend = "executorch"
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, stock: bool = False) -> None:
         self.folder = Path(folder)
         self.manifest = manifest
         self.spec = manifest.program_spec
@@ -105,7 +112,14 @@ class ExecutorchSession(ProgramSession):
         runtime = load_runtime()
         if manifest.custom_ops:
             load_executorch_ops()
-        ops = {op for method in self.spec.methods.values() for op in method.ops}
+        twice = any(name.startswith(FUSED) for name in self.spec.methods)
+        self.fused = twice and not stock and _links_ops()
+        ops = {
+            op
+            for name, method in self.spec.methods.items()
+            for op in method.ops
+            if self.fused or not name.startswith(FUSED)
+        }
         if any(op.startswith("quantized_decomposed::") for op in ops):
             import executorch.kernels.quantized  # noqa: F401  registers ExecuTorch's own quantised kernels
         _check_kernels(runtime, ops)
@@ -414,6 +428,16 @@ class ExecutorchSession(ProgramSession):
         self._methods[name] = self._loaded(name)
         for buffer, value in kept.items():
             self._set(buffer, value)
+
+
+def _links_ops() -> bool:
+    """Link this project's ops to the runtime; False without a compiler, which is said."""
+    try:
+        load_executorch_ops()
+    except MissingPackageError as error:
+        log.warning("the program runs in the stock runtime's kernels, twice as slow: %s", error)
+        return False
+    return True
 
 
 def _check_kernels(runtime: Any, needed: set[str]) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import MANIFEST_NAME, write_manifest
-from ondevice.artifact.weights import WEIGHTS_NAME, write_weights
+from ondevice.artifact.manifest import ANSWERS, MANIFEST_NAME, write_manifest
+from ondevice.artifact.weights import WEIGHTS_NAME, MappedWeights, write_weights
 from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
 from ondevice.core.manifest import GeneratorInfo, Manifest, ProgramMethod, ProgramSpec
+from ondevice.core.program import FUSED
 from ondevice.core.registry import method_config
 from ondevice.exporters.base import (
     Exporter,
@@ -34,7 +35,6 @@ from ondevice.exporters.base import (
     write_task,
 )
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
-from ondevice.exporters.executorch.packed import ANSWERS
 from ondevice.exporters.executorch.readme import readme
 from ondevice.models import load_model, read_dims, save_tokenizer
 
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from ondevice.exporters.executorch.session import ExecutorchSession
     from ondevice.models import LoadedModel
 
+CALIBRATION_ROWS = 64
+"""Rows of the task that 4-bit levels are chosen on."""
+ROUNDING_ROWS = "rounding_rows"
+"""Their number in the manifest's check."""
 log = logging.getLogger("ondevice.exporters")
 FIRST, FROZEN = "state_first.safetensors", "frozen_a.safetensors"
 """Files of a program's state: what a run starts from, and the A matrices that are not trained."""
@@ -109,6 +113,7 @@ class ExecutorchTarget(Exporter):
         except OndeviceError as error:
             problems.append(error.reason)
         problems += program.problems(job.method, job.export, dims)
+        problems += _rounding_problems(job, program)
         if context := job.export.packed_context:
             from ondevice.exporters.executorch import answer_model
 
@@ -135,6 +140,7 @@ class ExecutorchTarget(Exporter):
             if found := program.calibrate(loaded, job.method, job.rows, job.seed):
                 method, first = found
                 job = replace(job, method=method)
+        chosen = choose_levels(job, program, loaded)
         built = program.build(loaded, job.method, job.export, job.seed)
         built = replace(built, first={**built.first, **first})
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
@@ -144,6 +150,8 @@ class ExecutorchTarget(Exporter):
             # Inside the block: a program that fails its check raises here, and nothing is written.
             session = self.open(folder, manifest)
             check, warnings = self.check_program(session, program, built, job)
+            if chosen:
+                check |= {ROUNDING_ROWS: chosen}
             check_round_trip(session)
             if job.export.packed_context:
                 check |= self.write_answers(job, session.adapter(), folder / ANSWERS)
@@ -177,8 +185,8 @@ class ExecutorchTarget(Exporter):
         save_tokenizer(loaded, folder / "tokenizer")
         write_task(job, loaded, folder)
         _save_state(built, folder)
-        if lowered.of_layers is not None and built.constants_of_layers is not None:
-            write_layers(folder, lowered.of_layers, built.constants_of_layers)
+        if lowered.of_layers and built.constants_of_layers is not None:
+            write_layers(folder, lowered.of_layers, built.kinds, built.constants_of_layers)
         if built.weights:
             write_weights(folder / WEIGHTS_NAME, built.weights)
         manifest = self._describe(job, loaded, built, lowered)
@@ -218,7 +226,12 @@ class ExecutorchTarget(Exporter):
             export = export.model_copy(update={"quantize": "none"})
         export = export.resolved()
         ops = sorted(
-            {op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")}
+            {
+                op
+                for name, listed in lowered.ops.items()
+                for op in listed
+                if op.startswith("ondevice::") and not name.startswith(FUSED)
+            }
         )
         step = built.modules[0]
         (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
@@ -283,9 +296,10 @@ class ExecutorchTarget(Exporter):
         )
 
     def rebuild(
-        self, manifest: Manifest, request: VerifyRequest
+        self, folder: Path, manifest: Manifest, request: VerifyRequest
     ) -> tuple[GraphProgram, BuiltProgram]:
-        """Return the artifact's method, and its program over the model in eager.
+        """Return the artifact's method, and its program over the model in eager, with the
+        artifact's own levels if they were chosen on rows.
 
         Raises:
             ArtifactError: the model is not the one that was exported.
@@ -302,6 +316,7 @@ class ExecutorchTarget(Exporter):
                 "lengths_tokens": manifest.lengths_tokens,
                 "batch_size": manifest.batch_size,
                 "eval_batch_size": manifest.eval_batch_size,
+                "kernels": "stock",  # the program is not made again, only what it is compared with
             },
             "manifest.json",
         )
@@ -309,7 +324,32 @@ class ExecutorchTarget(Exporter):
         program: GraphProgram | None = self.program(method)
         if program is None:
             raise ConfigError(self.no_program(method))
+        if manifest.check.get(ROUNDING_ROWS) and program.restore is not None:
+            weights = MappedWeights(folder / WEIGHTS_NAME)
+            program.restore(loaded, {name: weights.whole(name) for name in weights})
         return program, program.build(loaded, method, export, manifest.generator.seed)
+
+
+def _rounding_problems(job: ExportJob, program: GraphProgram) -> list[str]:
+    if job.export.rounding != "rows":
+        return []
+    if job.export.quantize not in program.chosen:
+        return ["export.rounding is rows: it is for --method mesp --quantize q4"]
+    if job.rows is None:
+        return ["export.rounding is rows: name rows of the task (--data)"]
+    return []
+
+
+def choose_levels(job: ExportJob, program: GraphProgram, loaded: LoadedModel) -> int:
+    """Choose 4-bit levels on rows of the task, in place; return how many rows, 0 if the nearest
+    levels are taken."""
+    if job.export.rounding != "rows" or job.rows is None or program.choose is None:
+        return 0
+    order = np.random.default_rng(job.seed).permutation(len(job.rows.items))[:CALIBRATION_ROWS]
+    rows = [list(job.rows.items[number].example.ids) for number in order]
+    log.info("choosing the levels of %s on %d rows of the data", job.export.quantize, len(rows))
+    program.choose(loaded, rows)
+    return len(rows)
 
 
 def _save_state(built: BuiltProgram, folder: Path) -> None:

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
-from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.artifact.manifest import ANSWERS, MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ModelError
 from ondevice.exporters.executorch.blocks_model import BlocksModel, can_generate
-from ondevice.exporters.executorch.packed import ANSWERS, PackedModel, has_answers
-from ondevice.generation.generator import Generator, TokenModel, generator_of
+from ondevice.exporters.executorch.packed import PackedModel, has_answers
+from ondevice.generation.generator import Generator, generator_of
 from ondevice.generation.prompt import end_tokens
+from ondevice.generation.sample import TokenModel
 from ondevice.generation.torch_model import TorchModel
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
-from ondevice.planning.devices import resolve_device
+from ondevice.training.choices import resolve_device
 from ondevice.training.trained import adapter_folder, check_base, find_trained, task_of_adapter
 
 if TYPE_CHECKING:
@@ -90,11 +91,15 @@ def generator_of_artifact(folder: Path) -> Generator:
         ArtifactError: the program cannot generate.
     """
     tokenizer = artifact_tokenizer(folder)
-    return Generator(_program(folder), tokenizer, end_tokens(tokenizer), str(folder))
+    return Generator(open_program(folder), tokenizer, end_tokens(tokenizer), str(folder))
 
 
-def _program(folder: Path) -> TokenModel:
-    """Open the program of an artifact that predicts tokens."""
+def open_program(folder: Path) -> TokenModel:
+    """Open the program of an artifact that predicts tokens.
+
+    Raises:
+        ArtifactError: the artifact is damaged, or its program cannot generate.
+    """
     if has_answers(folder):
         return PackedModel(folder)
     if has_answers(folder / ANSWERS):

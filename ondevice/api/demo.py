@@ -19,7 +19,7 @@ from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.data.tasks.trained import read_trained_task
 from ondevice.nn.adapters import apply_adapter
-from ondevice.planning.devices import resolve_device
+from ondevice.training.choices import resolve_device
 from ondevice.training.events import Sink
 from ondevice.training.fit import Trained
 

@@ -20,6 +20,7 @@ from ondevice.data.examples import refuse_preferences
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.reading import as_rows
+from ondevice.data.tasks.label_tokens import refuse_other_labels
 from ondevice.data.tasks.prompts import label_texts
 from ondevice.data.tasks.scoring import softmax
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from ondevice.api.inputs import Model
     from ondevice.data.rows import Rows as ReadRows
-    from ondevice.data.tasks.trained import TrainedTask
 
 ANSWER_TOKENS = 50
 """Longest generated answer of question answering (MeZO's setting)."""
@@ -79,16 +79,27 @@ def evaluate(
     else:
         taken = texts_of(rows)
     with _opened(source, adapter, tokenizer, dtype, device, revision) as opened:
-        return _evaluate(
-            opened,
-            taken,
-            task=task,
-            most_rows=most_rows,
-            columns=columns,
-            max_length_tokens=max_length_tokens,
+        read, tokenizer, length_tokens = _rows(opened, taken, task, columns, max_length_tokens)
+        classes = 0
+        if opened.loaded is not None:
+            classes = opened.loaded.dims.classes
+        dataset = encode(
+            read,
+            tokenizer,
+            max_length_tokens=length_tokens,
+            classes=classes,
             strict_columns=strict_columns,
-            predictions=predictions,
         )
+        refuse_other_labels(dataset, opened.answers)
+        generate = opened.write and partial(opened.write, max_new_tokens=ANSWER_TOKENS)
+        result = evaluate_dataset(
+            opened.session, dataset, pad_id_of(opened.tokenizer), rows=most_rows, generate=generate
+        )
+    if result is None:
+        raise DataError("the evaluation was stopped")
+    if predictions is not None:
+        _write_predictions(predictions, result, read)
+    return result
 
 
 @contextmanager
@@ -111,73 +122,41 @@ def _opened(
         yield opened
 
 
-def _evaluate(
+def _rows(
     opened: Opened,
     data: Path | PythonRows,
-    *,
     task: str | None,
-    most_rows: int | None,
     columns: Mapping[str, str] | None,
     max_length_tokens: int | None,
-    strict_columns: bool,
-    predictions: Path | None,
-) -> EvalResult:
-    """Encode rows as the task says, and evaluate them."""
-    if (
-        opened.loaded is None
-    ):  # an artifact: its buckets are fixed, and it names the task it was exported for
+) -> tuple[ReadRows, Any, int]:
+    """Read rows as the named task, the record or their own columns say.
+
+    Returns:
+        the rows, the tokenizer that frames them, and their maximum length in tokens.
+    """
+    if opened.loaded is None:  # an artifact has fixed lengths, and the task of its export
         task = task or (None if opened.record else opened.artifact_task)
         max_length_tokens = max(opened.session.lengths_tokens or (2,))
-    record = None
-    if task is None and opened.record is not None:
-        record = opened.record
-        if columns:
-            record = record.model_copy(update={"columns": {**record.columns, **columns}})
     tokenizer = opened.tokenizer
-    if record is None:
-        read = _read(data, task, columns)
-    else:
+    record = opened.record
+    if task is None and record is not None:
+        record = record.model_copy(update={"columns": {**record.columns, **(columns or {})}})
         tokenizer = record.with_template(tokenizer)
-        read = _labelled(data, record)
+        if isinstance(data, PythonRows):
+            read = record.labelled_rows(data.source(), NAME)
+        else:
+            read = record.labelled_rows(read_records(data), str(data))
         max_length_tokens = max_length_tokens or record.max_length_tokens or None
+    elif isinstance(data, PythonRows):
+        read = as_rows(data, task, columns)
+    else:
+        read = read_rows(data, task=task, columns=columns)
     refuse_preferences(read)
-    if opened.loaded is not None and max_length_tokens is None:
+    if max_length_tokens is None:
+        assert opened.loaded is not None  # noqa: S101  an artifact's is known
         most = opened.loaded.dims.max_positions
         max_length_tokens = length_of(read, tokenizer, percentile=100, most_tokens=most).tokens
-    assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
-    classes = 0
-    if opened.loaded is not None:
-        classes = opened.loaded.dims.classes
-    dataset = encode(
-        read,
-        tokenizer,
-        max_length_tokens=max_length_tokens,
-        classes=classes,
-        strict_columns=strict_columns,
-    )
-    generate = opened.write and partial(opened.write, max_new_tokens=ANSWER_TOKENS)
-    result = evaluate_dataset(
-        opened.session, dataset, pad_id_of(opened.tokenizer), rows=most_rows, generate=generate
-    )
-    if result is None:
-        raise DataError("the evaluation was stopped")
-    if predictions is not None:
-        _write_predictions(predictions, result, read)
-    return result
-
-
-def _read(data: Path | PythonRows, task: str | None, columns: Mapping[str, str] | None) -> ReadRows:
-    """Read rows whose own columns, or the named task, say what they are."""
-    if isinstance(data, PythonRows):
-        return as_rows(data, task, columns)
-    return read_rows(data, task=task, columns=columns)
-
-
-def _labelled(data: Path | PythonRows, record: TrainedTask) -> ReadRows:
-    """Read rows as the recorded task asks for them."""
-    if isinstance(data, PythonRows):
-        return record.labelled_rows(data.source(), NAME)
-    return record.labelled_rows(read_records(data), str(data))
+    return read, tokenizer, max_length_tokens
 
 
 def _write_predictions(path: Path, result: EvalResult, rows: ReadRows) -> None:

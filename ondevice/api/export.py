@@ -11,16 +11,16 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.registry import method, method_config, methods, spec_of, target, targets
-from ondevice.data import encode, read_dataset
+from ondevice.data import encode
 from ondevice.data.examples import refuse_preferences
-from ondevice.data.stream import first_rows
 from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
 from ondevice.data.tasks.trained import TASK_NAME, known_task, read_trained_task, trained_task
 from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.models import load_tokenizer
 from ondevice.planning.estimate import plan
-from ondevice.planning.fits import ensure_fits
+from ondevice.planning.fits import does_not_fit
+from ondevice.training.rows import OpenedRows
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -45,7 +45,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     ):  # it trains as eager PyTorch does, with the same choices if a setting is `auto`
         settings = spec_of(settings).for_training(settings)
     tokenizer, dataset = _rows(config)
-    rows = dataset if _begins_from_rows(config) else None
+    rows = dataset if _takes_rows(config) else None
     trained = _trained(config, tokenizer, dataset)
     if not getattr(settings, "answers", ()):
         settings = settings.with_answers(lambda: _answers(config, rows))
@@ -71,34 +71,29 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     ]
 
 
-def _begins_from_rows(config: RunConfig) -> bool:
-    """Return True if the method's program begins from the run's rows or from their answers."""
+def _takes_rows(config: RunConfig) -> bool:
+    """Return True if the method's program begins from the run's rows or their answers, or if its
+    levels are chosen on them."""
     program = spec_of(config.method).program(target(config.export.target).kind)
     calibrates = getattr(program, "calibrate", None) is not None
-    return calibrates or "answers" in type(config.method).model_fields
+    chooses = config.export.rounding == "rows"
+    return calibrates or chooses or "answers" in type(config.method).model_fields
 
 
 def _rows(config: RunConfig) -> tuple[Any, Dataset | None]:
     """Return the tokenizer and the rows that the run names, of a streamed file the first; else None."""
-    data = config.data
-    if data.path is None:
+    if config.data.path is None:
         return None, None
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
-    length = max(config.export.lengths_tokens)
-    if data.streaming:
-        rows = first_rows(data.path, data.shuffle_records, task=data.task, columns=data.columns)
-        refuse_preferences(rows)
-        return tokenizer, encode(
-            rows, tokenizer, max_length_tokens=length, strict_columns=data.strict_columns
-        )
-    return tokenizer, read_dataset(
-        data.path,
+    rows = OpenedRows(config.data).texts()
+    refuse_preferences(rows)
+    dataset = encode(
+        rows,
         tokenizer,
-        task=data.task,
-        columns=data.columns,
-        max_length_tokens=length,
-        strict_columns=data.strict_columns,
+        max_length_tokens=max(config.export.lengths_tokens),
+        strict_columns=config.data.strict_columns,
     )
+    return tokenizer, dataset
 
 
 def _trained(config: RunConfig, tokenizer: Any, rows: Dataset | None) -> TrainedTask | None:
@@ -201,7 +196,8 @@ def _ensure_fits(config: RunConfig) -> None:
         device="this-cpu",
         memory_limit_bytes=limit,
     )
-    ensure_fits(estimate)
+    if not estimate.fits:
+        raise does_not_fit(estimate)
 
 
 def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:

@@ -36,7 +36,7 @@ class Inputs:
     """The arguments of a call as a run.
 
     Attributes:
-        config: the run.
+        config: the run; a DataLoader's batch size is the run's, if that names none.
         rows, eval_rows: rows that Python holds; None if the run names files.
         loaded: the model, if it is in memory.
     """
@@ -118,6 +118,9 @@ def read_inputs(
         config = base.with_settings(values, dims)
     else:
         config = base
+    if taken is not None and taken.batch_size and "batch_size" not in config.train.model_fields_set:
+        loop = config.train.model_copy(update={"batch_size": taken.batch_size})
+        config = config.model_copy(update={"train": loop})
     return Inputs(config, taken, held_out, loaded)
 
 

@@ -24,7 +24,7 @@ from ondevice.generation.generator import continue_ids
 from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
 from ondevice.nn.adapters import adapted, apply_adapter, without_adapter
-from ondevice.planning.devices import resolve_device
+from ondevice.training.choices import resolve_device
 from ondevice.training.fit import adapter_identity
 from ondevice.training.trained import (
     adapter_folder,
@@ -50,6 +50,7 @@ class Opened:
         loaded: the model; None for an artifact.
         write: token ids and `max_new_tokens` to greedy text; None for an artifact, whose program generates none.
         artifact_task: the task that an artifact was made for; None for other sources and without a task.
+        answers: label tokens that an artifact's loss knows; empty for the whole vocabulary.
         is_network: the model has a method's own architecture, and only `write` generates.
         record: what the adapter or the model was trained to do, if that was recorded.
         adapter_sha256: of the adapter's file; None without an adapter.
@@ -60,6 +61,7 @@ class Opened:
     loaded: LoadedModel | None = None
     write: Callable[..., str] | None = None
     artifact_task: str | None = None
+    answers: tuple[int, ...] = ()
     is_network: bool = False
     record: TrainedTask | None = None
     adapter_sha256: str | None = None
@@ -102,9 +104,8 @@ def open_source(
         if adapter is not None:
             check_base(record, program.manifest.model, adapter)
             program.load_adapter(load_adapter(adapter))
-        named = program.manifest.task
-        tokenizer = artifact_tokenizer(folder)
-        return Opened(program, tokenizer, artifact_task=named, record=record, adapter_sha256=digest)
+        opened = open_session(program, artifact_tokenizer(folder))
+        return replace(opened, record=record, adapter_sha256=digest)
     if (trained_by := network_method(folder)) is not None:
         if adapter is not None:
             raise ConfigError(f"a network that method {trained_by.name} trained takes no adapter")
@@ -122,6 +123,13 @@ def open_source(
         check_base(record, loaded.source, adapter)
         apply_adapter(loaded, load_adapter(adapter))
     return replace(open_loaded(loaded), record=record, adapter_sha256=digest)
+
+
+def open_session(program: Any, tokenizer: Any) -> Opened:
+    """Return an artifact's session as a source, with the adapter that it has."""
+    manifest = program.manifest
+    answers = tuple(manifest.method.get("answers") or ())
+    return Opened(program, tokenizer, artifact_task=manifest.task, answers=answers)
 
 
 def open_loaded(loaded: LoadedModel) -> Opened:
@@ -155,6 +163,20 @@ def opened_in_memory(
     digest = adapter_identity(folder)["adapter"]
     with without_adapter(loaded.model), adapted(loaded, load_adapter(folder)):
         yield replace(open_loaded(loaded), record=record, adapter_sha256=digest)
+
+
+class NoScores:
+    """A program that generates text and scores no labels; it only has a longest sequence."""
+
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None
+
+    def __init__(self, context_tokens: int) -> None:
+        self.lengths_tokens = (context_tokens or 1 << 20,)
+
+    def evaluate(self, ids: Any, labels: Any) -> Any:
+        """Refuse labels."""
+        raise ConfigError("this program generates text, and scores no labels")
 
 
 def network_method(folder: Path) -> MethodSpec | None:

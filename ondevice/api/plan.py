@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from ondevice.api.inputs import Rows, read_inputs
 from ondevice.core.config import StrictConfig
 from ondevice.core.registry import naming_methods
-from ondevice.planning.devices import place
-from ondevice.planning.estimate import Plan, fits_here, plan_run
+from ondevice.planning.estimate import Plan, plan_run
 from ondevice.planning.estimate import plan as plan_sizes
-from ondevice.training.length import with_length_of
-from ondevice.training.preferences import with_objective
+from ondevice.training.choices import place
+from ondevice.training.objective import with_objective
+from ondevice.training.rows import OpenedRows, maximum_length
 
 if TYPE_CHECKING:
     from ondevice.api.inputs import Model, Run
+    from ondevice.api.runfile import RunConfig
     from ondevice.core.dims import ModelDims
+    from ondevice.models import LoadedModel
 
 
 @overload
@@ -83,19 +84,25 @@ def plan(
     inputs = read_inputs(
         config, rows, settings, eval_rows=eval_rows, model=model, tokenizer=tokenizer
     )
-    run, taken, loaded = inputs.config, inputs.rows, inputs.loaded
-    if taken is not None and taken.batch_size and "batch_size" not in run.train.model_fields_set:
-        loop = run.train.model_copy(update={"batch_size": taken.batch_size})
-        run = run.model_copy(update={"train": loop})
-    placement = place(run)
-    if taken is not None or run.data.path is not None:
-        run, _ = with_objective(run, placement.backend, taken)
+    run = inputs.config
+    return planned(run, OpenedRows(run.data, inputs.rows, inputs.eval_rows), inputs.loaded)
+
+
+def planned(run: RunConfig, opened: OpenedRows, loaded: LoadedModel | None = None) -> Plan:
+    """Plan a run on this machine; its rows decide the objective and the maximum length.
+
+    Raises:
+        OndeviceError: as `plan`.
+    """
+    placement = place(run.method, run.train, run.model.device)
+    if opened.rows is not None or run.data.path is not None:
+        train, _ = with_objective(run.train, run.method, placement, opened)
+        run = run.model_copy(update={"train": train})
     dims = loaded and loaded.dims
-    run, _ = with_length_of(
-        run,
-        taken,
-        inputs.eval_rows,
+    length, _ = maximum_length(
+        run.model,
+        opened,
         loaded,
-        fits=partial(fits_here, placement=placement, dims=dims),
+        fits=lambda tokens: plan_run(run.of_length(tokens), placement, dims).fits,
     )
-    return plan_run(run, placement, dims)
+    return plan_run(run.of_length(length), placement, dims, sizes=opened.sizes)

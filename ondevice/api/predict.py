@@ -18,7 +18,7 @@ import numpy as np
 
 from ondevice.api.chat import generator_of_artifact
 from ondevice.api.inputs import Rows, in_memory, texts_of
-from ondevice.api.opened import Opened, open_loaded, open_source, opened_in_memory
+from ondevice.api.opened import NoScores, Opened, open_loaded, open_source, opened_in_memory
 from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.core.untrusted import parse_row
@@ -59,6 +59,7 @@ class PredictedRow:
         probabilities: of every label, in the order of the training; empty for generated text.
         reason: why the row could not be predicted.
         is_cut: the generated text reached its most tokens and did not end by itself.
+        left_out_tokens: of a row that is longer than the model, the training or the program takes.
     """
 
     line: int
@@ -67,6 +68,7 @@ class PredictedRow:
     probabilities: Mapping[str, float] = field(default_factory=dict)
     reason: str | None = None
     is_cut: bool = False
+    left_out_tokens: int = 0
 
     def __repr__(self) -> str:
         if self.prediction is None:
@@ -125,6 +127,7 @@ class Predictions(Sequence[PredictedRow]):
             "predicted": len(self) - len(failed),
             "not_predicted": [{"row": row.line, "reason": row.reason} for row in failed],
             "cut": sum(row.is_cut for row in self.rows),
+            "shortened": sum(row.left_out_tokens > 0 for row in self.rows),
             "labels": list(self.labels),
             "accuracy": self.accuracy,
             "correct": self.correct if self.compared else None,
@@ -183,6 +186,12 @@ class Predictor:
         if not task.has_candidates:
             generator = generator_of(loaded)
         return cls(open_loaded(loaded), task, generator, **options)
+
+    @classmethod
+    def of_program(cls, generator: Generator, task: TrainedTask) -> Predictor:
+        """Return a predictor over a program that generates, for a task without labels."""
+        opened = Opened(NoScores(generator.model.context_tokens), generator.tokenizer)
+        return cls(opened, task, generator)
 
     def asked(self, records: Sequence[Record], name: str = NAME) -> Asked:
         """Encode records as the training did.
@@ -251,28 +260,32 @@ class Predictor:
         """Yield the predictions of the rows after the first `start`."""
         for begin in range(start, asked.count, ROWS_AT_ONCE):
             numbers = range(begin + 1, min(begin + ROWS_AT_ONCE, asked.count) + 1)
-            items = [asked.items[number] for number in numbers if number in asked.items]
-            scores = self._scores(asked.dataset, items)
-            for number in numbers:
-                item = asked.items.get(number)
-                if item is None:
-                    reason = asked.reasons.get(number, "cannot be predicted")
-                    yield PredictedRow(number, None, reason=reason)
-                elif item.candidates:
-                    yield self._choose(asked, item, scores[number])
-                else:
-                    yield self._write(item)
+            yield from self.predict_rows([(asked, number) for number in numbers])
 
-    def _scores(self, dataset: Dataset, items: list[Item]) -> dict[int, tuple[float, ...]]:
-        """Return the mean log likelihood per label token of each candidate, by row."""
-        scored = [item for item in items if item.candidates]
-        if not scored:
-            return {}
+    def predict_rows(self, rows: Sequence[tuple[Asked, int]]) -> Iterator[PredictedRow]:
+        """Yield the predictions of rows by number; labels of all of them are scored together."""
+        items = [asked.items.get(number) for asked, number in rows]
+        scored = [item for item in items if item is not None and item.candidates]
+        scores = iter(self._scores(rows[0][0].dataset, scored))
+        for (asked, number), item in zip(rows, items, strict=True):
+            if item is None:
+                yield asked.refusal(number)
+                continue
+            if item.candidates:
+                row = self._choose(asked, item, next(scores))
+            else:
+                row = self._write(item)
+            yield replace(row, left_out_tokens=item.dropped_tokens)
+
+    def _scores(self, dataset: Dataset, items: list[Item]) -> list[tuple[float, ...]]:
+        """Return the mean log likelihood per label token of each candidate, in the items' order."""
+        if not items:
+            return []
         result = evaluate_dataset(
-            self.opened.session, replace(dataset, items=scored), pad_id_of(self.tokenizer)
+            self.opened.session, replace(dataset, items=items), pad_id_of(self.tokenizer)
         )
         assert result is not None  # noqa: S101  nothing stops it
-        return {row.line: row.scores for row in result.predictions}
+        return [row.scores for row in result.predictions]
 
     def _choose(self, asked: Asked, item: Item, scores: tuple[float, ...]) -> PredictedRow:
         chosen = max(range(len(scores)), key=scores.__getitem__)
@@ -301,14 +314,21 @@ class Predictor:
             ended = token.ends
             if not ended:
                 ids.append(token.id)
-            if self.task.format == "qa" and "\n" in self._text(ids).lstrip("\n"):
-                ended = True
+            ended = ended or self.is_complete(ids)
             if ended:
                 break
+        return self.text_of(ids), not ended
+
+    def is_complete(self, ids: list[int]) -> bool:
+        """Return True if an answer needs no more tokens: that to a question is one line."""
+        return self.task.format == "qa" and "\n" in self._text(ids).lstrip("\n")
+
+    def text_of(self, ids: list[int]) -> str:
+        """Return the text of an answer's tokens."""
         text = self._text(ids)
         if self.task.format == "qa":
             text = first_line(text)
-        return text, not ended
+        return text
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -323,6 +343,11 @@ class Asked:
     texts: Mapping[int, tuple[str, ...]]
     reasons: Mapping[int, str]
     count: int
+
+    def refusal(self, number: int) -> PredictedRow:
+        """Say why a row cannot be predicted."""
+        reason = self.reasons.get(number, "cannot be predicted")
+        return PredictedRow(number, None, reason=reason)
 
 
 def predict(

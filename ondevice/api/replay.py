@@ -12,7 +12,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.registry import open_session
 from ondevice.models import load_model
-from ondevice.planning.devices import resolve_device
+from ondevice.training.choices import resolve_device
 from ondevice.training.fit import adapter_identity
 from ondevice.training.replay import read_run
 from ondevice.training.replay import replay as replay_log

@@ -145,6 +145,11 @@ class RunConfig(StrictConfig):
         chosen = spec_of(self.method).for_training(self.method)
         return self.model_copy(update={"method": chosen}).scheduled()
 
+    def of_length(self, length_tokens: int | None) -> Self:
+        """Return the run with a maximum length of its rows."""
+        data = self.data.model_copy(update={"max_length_tokens": length_tokens})
+        return self.model_copy(update={"data": data})
+
     def scheduled(self) -> Self:
         """Return the run with its method's own schedule if the run file names none."""
         schedule = spec_of(self.method).schedule(self.method)
@@ -191,7 +196,7 @@ class RunConfig(StrictConfig):
             wrong = ("rows from Python are in memory, or come as they are asked for", "data.path")
         if train.epochs is not None:
             wrong = "how many steps an epoch has is known at its end", "train.steps"
-        if train.objective in ("accuracy", "f1", "command"):
+        if train.objective in ("accuracy", "f1", "command", "grpo"):
             wrong = (
                 f"train.objective {train.objective} chooses rows by their number",
                 "train.objective loss",

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.chat import open_chat, use_adapter
-from ondevice.api.opened import Opened
 from ondevice.api.predict import PredictedRow, Predictor, open_predictor
 from ondevice.artifact.manifest import MANIFEST_NAME
-from ondevice.core.errors import ConfigError
 from ondevice.exporters.executorch.packed import has_answers
 from ondevice.generation.torch_model import TorchModel
 from ondevice.training.trained import TrainedSource, adapter_folder, find_trained, task_of_adapter
@@ -79,8 +77,7 @@ class TrainedChat:
         if isinstance(generator.model, TorchModel):
             self._predictor = Predictor.of(generator.model.loaded, task)
         else:
-            opened = Opened(_NoScores(generator.model.context_tokens), self._plain[0])
-            self._predictor = Predictor(opened, task, generator)
+            self._predictor = Predictor.of_program(generator, task)
 
     def use(self, adapter: Path | None) -> None:
         """Go on with another adapter, or that of a run, or without one.
@@ -134,17 +131,3 @@ class TrainedChat:
             if self.task is not None and self.task.format == "qa":
                 sampling["stop"] = [*sampling.get("stop", ()), "\n"]
         yield from generator.stream(prompt, **sampling)
-
-
-class _NoScores:
-    """A program that generates text and scores no labels; it only has a longest sequence."""
-
-    eval_batch_size: int | None = None
-    lengths_tokens: tuple[int, ...] | None
-
-    def __init__(self, context_tokens: int) -> None:
-        self.lengths_tokens = (context_tokens or 1 << 20,)
-
-    def evaluate(self, ids: Any, labels: Any) -> Any:
-        """Refuse labels."""
-        raise ConfigError("this program generates text, and scores no labels")

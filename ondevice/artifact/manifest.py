@@ -19,6 +19,8 @@ from ondevice.core.wrong_values import problems_of
 MANIFEST_NAME = "manifest.json"
 ANSWERS_FILE = "answers.json"
 """Describes a program that answers, in a folder without a manifest or in an artifact's."""
+ANSWERS = "answers"
+"""Folder of an artifact that holds such a program."""
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

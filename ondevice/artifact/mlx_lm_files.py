@@ -24,7 +24,10 @@ from ondevice.core.untrusted import read_object
 WEIGHTS_NAME = "adapters.safetensors"
 
 _KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[ab])")
-_LAYER = re.compile(r"model\.layers\.\d+\.(?P<module>.+)")
+_LAYER = re.compile(r"model\.(?:layers|h)\.\d+\.(?P<module>.+)")
+GPT2_BLOCKS = "transformer.h."
+"""Begins GPT-2's layers in transformers; mlx-lm has MLX_GPT2_BLOCKS."""
+MLX_GPT2_BLOCKS = "model.h."
 ALL_LAYERS = -1
 
 
@@ -41,14 +44,17 @@ def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
     modules = set()
     tensors = {}
     for linear in adapter.linears:
-        match = _LAYER.fullmatch(linear)
+        name = linear
+        if linear.startswith(GPT2_BLOCKS):
+            name = MLX_GPT2_BLOCKS + linear.removeprefix(GPT2_BLOCKS)
+        match = _LAYER.fullmatch(name)
         if match is None:
             raise ArtifactError(
                 f"{linear} is in no block", expected="model.layers.N.<module>", received=linear
             )
         modules.add(match["module"])
         for side, value in zip("ab", adapter.pair(linear)):
-            tensors[f"{linear}.lora_{side}"] = np.ascontiguousarray(value.T, dtype=np.float32)
+            tensors[f"{name}.lora_{side}"] = np.ascontiguousarray(value.T, dtype=np.float32)
     config = {
         "fine_tune_type": "lora",
         "num_layers": ALL_LAYERS,
@@ -121,7 +127,9 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
             raise ArtifactError(
                 f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected
             )
-        tensors[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(
-            array.T
-        )
+        linear = match["linear"]
+        if linear.startswith(MLX_GPT2_BLOCKS):
+            linear = GPT2_BLOCKS + linear.removeprefix(MLX_GPT2_BLOCKS)
+        name = f"{linear}.lora_{match['side'].upper()}.weight"
+        tensors[name] = np.ascontiguousarray(array.T)
     return tensors

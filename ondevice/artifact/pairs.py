@@ -28,6 +28,8 @@ KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 DIGEST_KEY = "ondevice.tensors_sha256"
+_IN_A_TOWER = re.compile(r"\w+\.\w+\.(layers|blocks|h)\.")
+"""A block whose list lies deeper than in a model that only reads text."""
 MOST_ADAPTER_BYTES = 8 << 30
 """An adapter is read into memory at once; the largest that we know has 1.4 GB."""
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
@@ -220,12 +222,16 @@ def renamed(tensor: str, names: dict[str, str]) -> str:
 
 def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
     """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's
-    linear layers."""
+    linear layers.
+
+    In a model with several towers the last part of a name may be another tower's, too.
+    """
     linears = [name for name in adapter.linears if not is_expert_parameter(name)]
     layers = sorted({layer_of(name) for name in linears})
     if (
         -1 in layers
         or adapter.expert_parameters
+        or any(_IN_A_TOWER.match(name) for name in linears)
         or len(linears) != len(layers) * len(adapter.target_modules)
     ):
         return sorted(linears), None

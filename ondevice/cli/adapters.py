@@ -23,7 +23,8 @@ def fuse(
     first: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="The base model, or an artifact of it: the same as --model."
+            metavar="[MODEL]",
+            help="The base model, or an artifact of it: the same as --model. Without it the adapter's.",
         ),
     ] = None,
     second: Annotated[
@@ -38,7 +39,9 @@ def fuse(
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Merge an adapter into its model, and check the result."""
+    """Merge an adapter into its model, and check the result.
+
+    One word is the adapter, or the run that trained it, if it names its base model."""
     source, trained = _model_and_adapter((first, second), model, adapter)
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
@@ -54,14 +57,15 @@ def fuse(
 
 def _model_and_adapter(
     words: tuple[str | None, ...], model: str | None, adapter: Path | None
-) -> tuple[str, Path]:
-    """Return model and adapter from their flags, otherwise from the words in this order.
+) -> tuple[str | None, Path]:
+    """Return model and adapter from their flags, otherwise from the words in this order; no model
+    if one word is all that is given, or --adapter.
 
     Raises:
-        ConfigError: one of them is missing or is given twice.
+        ConfigError: no adapter is given, or two.
     """
     left = [word for word in words if word is not None]
-    if model is None and left:
+    if model is None and len(left) + (adapter is not None) > 1:
         model = left.pop(0)
     if adapter is None and left:
         adapter = Path(left.pop(0))
@@ -71,11 +75,8 @@ def _model_and_adapter(
             expected="one adapter",
             received=f"{left[0]} and {adapter}",
         )
-    if model is None or adapter is None:
-        missing = "adapter"
-        if model is None:
-            missing = "model"
-        raise ConfigError(f"no {missing} is given", expected=f"MODEL ADAPTER, or --{missing}")
+    if adapter is None:
+        raise ConfigError("no adapter is given", expected="MODEL ADAPTER, or --adapter")
     return model, adapter
 
 

@@ -18,8 +18,7 @@ import typer.core
 import typer.main
 
 from ondevice.cli import common
-from ondevice.cli.common import err, print_json
-from ondevice.cli.streams import check_arguments, discard_output, open_streams
+from ondevice.cli.common import check_arguments, discard_output, err, open_streams, print_json
 from ondevice.core.errors import (
     INTERRUPTED_EXIT_CODE,
     ConfigError,
@@ -30,8 +29,8 @@ from ondevice.core.errors import (
     was_refused,
 )
 from ondevice.core.near import ELSEWHERE, nearest
+from ondevice.core.process import own_version
 from ondevice.core.registry import methods, name_methods
-from ondevice.core.version import own_version
 
 try:  # newer versions of typer carry click inside
     from typer._click.exceptions import ClickException as USAGE_ERRORS

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ondevice.cli import common, flags
-from ondevice.cli.common import err, one_of, print_json
+from ondevice.cli.common import err, print_json
 from ondevice.core.errors import ConfigError, DataError, OndeviceError
-from ondevice.core.paths import expanded
+from ondevice.core.process import expanded
 
 if TYPE_CHECKING:
     from ondevice.api.trained_chat import TrainedChat
@@ -61,9 +61,11 @@ def chat(
     from ondevice.api.trained_chat import TrainedChat
     from ondevice.models.load import check_model
 
-    source = one_of(first, model, "model")
+    source, adapter = common.model_or_adapter(first, model, adapter)
     if source is None:
-        raise ConfigError("no model is given", expected="--model, or a model as the first word")
+        raise ConfigError(
+            "no model is given", expected="--model, or a model or a run as the first word"
+        )
     if not Path(source).is_dir():  # a folder may be an artifact
         check_model(source, revision)
     options = {}

@@ -7,10 +7,12 @@ from typing import Any
 
 import typer
 
+from ondevice.api import resolve
 from ondevice.api.runfile import RunConfig
-from ondevice.api.train import check, check_artifact
+from ondevice.api.train import check_artifact
 from ondevice.cli.common import err, out, print_json
 from ondevice.core.errors import DoesNotFitError
+from ondevice.models import check_files
 from ondevice.planning.render import render
 
 
@@ -24,7 +26,9 @@ def dry_run_model(
     json: bool,
 ) -> None:
     """Check a run of `ondevice train`, print its plan, and refuse one that does not fit."""
-    decided = check(config, resume=resume, overwrite=overwrite, adapter=adapter)
+    options = resolve.options_of(adapter, resume=resume, overwrite=overwrite)
+    decided = resolve.check(config, options)
+    check_files(decided.config.model.source, decided.config.model.revision)
     notes = (*decided.options.said, *decided.options.notes)
     _print_plan(decided.config, decided.plan, notes, json, force)
 

@@ -83,7 +83,9 @@ def show(run: Run, json: common.Json = False) -> None:
         text = f"resumed at step {event.step}"
         out.print(f"{text}: {changes}" if changes else text, markup=False)
     for event in summary.evaluations:
-        text = f"step {event.step}: loss {event.loss:.4f}, accuracy {_number(event.accuracy)}"
+        text = f"step {event.step}: loss {event.loss:.4f}"
+        if event.accuracy is not None:
+            text += f", accuracy {_number(event.accuracy)}"
         out.print(f"{text}  best so far" if event.best else text, markup=False)
 
 

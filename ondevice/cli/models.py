@@ -10,11 +10,11 @@ from ondevice.cli import common
 from ondevice.cli.common import out, print_json, show
 from ondevice.core.capabilities import AnyDecoder
 from ondevice.core.config import size_text
+from ondevice.core.process import cache_root
 from ondevice.core.registry import methods
 from ondevice.core.table import Table
 from ondevice.models import family_classes
 from ondevice.models.registry import decoder_types
-from ondevice.models.sources.cache import cache_root
 from ondevice.models.sources.stored import find_stored, remove_model, stored_models
 
 

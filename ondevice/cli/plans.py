@@ -12,7 +12,7 @@ import typer
 from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
 from ondevice.cli.common import err, out, print_json
-from ondevice.core.capabilities import OwnPrecision
+from ondevice.core.capabilities import HalfOnGpu, OwnPrecision
 from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import backend_for, spec_of, target
 
@@ -41,7 +41,8 @@ def plan(
     overrides: dict[str, Any],
 ) -> None:
     """Show the memory a run needs, part by part, and whether it fits. Nothing is loaded."""
-    from ondevice.planning import advice, devices, estimate, precision, render
+    from ondevice.planning import advice, devices, estimate, render
+    from ondevice.training import choices
 
     if "train.batch_size" in overrides:
         overrides["export.batch_size"] = overrides["train.batch_size"]
@@ -56,14 +57,30 @@ def plan(
     method_spec = spec_of(run_config.method)
     precise = method_spec.capability(OwnPrecision) and find_spec("torch") is not None
     if device == "this" and not exported and precise:
-        run_config, _ = precision.with_precision(run_config, devices.place(run_config))
+        placement = choices.place(run_config.method, run_config.train, run_config.model.device)
+        chosen = choices.precision_of(run_config.model, run_config.method, placement)
+        run_config = run_config.model_copy(update={"model": chosen.model, "method": chosen.method})
+    if method_spec.capability(HalfOnGpu) and not exported:
+        where = devices.find_device(device, device_file).torch_device
+        model_config = choices.half_on_gpu(run_config.model, method_spec, where)
+        run_config = run_config.model_copy(update={"model": model_config})
     rows = run_config.data
+    sizes = None
     if rows.path is not None and rows.max_length_tokens is None and not exported:
-        from ondevice.training.length import with_length
+        from ondevice.training.rows import OpenedRows, maximum_length
 
         run_config.check_data()
-        fits = estimate.fits_here if device == "this" else None
-        run_config, notes = with_length(run_config, fits=fits)
+
+        def fits(tokens: int) -> bool:
+            if device != "this":
+                return True
+            sections = run_config.method, run_config.train, run_config.model.device
+            return estimate.plan_run(run_config.of_length(tokens), choices.place(*sections)).fits
+
+        opened = OpenedRows(rows)
+        length, notes = maximum_length(run_config.model, opened, fits=fits)
+        sizes = opened.sizes
+        run_config = run_config.of_length(length)
         for note in notes:
             err.print(note, markup=False)
     length_tokens = run_config.data.max_length_tokens or estimate.PLAN_LENGTH_TOKENS
@@ -82,6 +99,7 @@ def plan(
         else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,
+        sizes=sizes,
     )
     planned = estimate_with()
     rates = None

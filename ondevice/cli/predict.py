@@ -117,13 +117,20 @@ def _show(summary: dict[str, Any]) -> None:
     if summary["interrupted"]:
         del shown["out"]
     if summary["accuracy"] is not None:
-        of_rows = f"{summary['correct']} of {summary['compared']} rows with a label"
+        of_rows = f"{summary['correct']} of {summary['compared']} rows whose answer is known"
         shown["accuracy"] = f"{summary['accuracy']:.4f} ({of_rows})"
     table(shown)
     for row in failed[:SHOWN]:
         err.print(f"row {row['row']}: {row['reason']}", markup=False, soft_wrap=True)
     if failed[SHOWN:]:
         err.print(f"and {len(failed) - SHOWN} more; --json lists all", markup=False)
+    if summary["shortened"]:
+        rows = "1 row is" if summary["shortened"] == 1 else f"{summary['shortened']} rows are"
+        err.print(
+            f"warning: {rows} longer than was trained or exported; a part was left out",
+            markup=False,
+            soft_wrap=True,
+        )
     if summary["cut"]:
         err.print(
             f"warning: {summary['cut']} answers reached the most tokens and may go on; "

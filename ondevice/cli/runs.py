@@ -10,10 +10,10 @@ import typer
 
 from ondevice.api.runfile import RunConfig
 from ondevice.cli import common, flags
-from ondevice.cli.common import err, mebibytes, one_of, print_json, show, table
+from ondevice.cli.common import err, mebibytes, print_json, show, table
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from ondevice.core.registry import naming_methods
-from ondevice.planning.devices import place
+from ondevice.training.choices import place
 from ondevice.training.progress import ProgressSink, describe_data
 
 Artifact = Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")]
@@ -41,7 +41,7 @@ def train(
     run_config.check_data()
     check_model(run_config.model.source, run_config.model.revision)
     with naming_methods(partial(trains, config=run_config)):
-        placement = place(run_config)
+        placement = place(run_config.method, run_config.train, run_config.model.device)
     if dry_run:
         from ondevice.cli.dry_run import dry_run_model
 
@@ -55,17 +55,11 @@ def train(
                 json=json,
             )
         return
-    from ondevice.api.train import train as train_run
+    from ondevice.api import resolve
 
     with ProgressSink(silent=json or quiet, summary=False) as sink:
-        trained = train_run(
-            run_config,
-            resume=resume,
-            overwrite=overwrite,
-            force=force,
-            adapter=adapter,
-            sinks=[sink],
-        )
+        options = resolve.options_of(adapter, [sink], resume=resume, overwrite=overwrite)
+        trained = resolve.run(run_config, options, force)
     if placement.rank == 0:
         _finish(trained, json)
 
@@ -85,6 +79,10 @@ def train(
 def run(
     artifact: Artifact,
     adapter: common.AdapterPath = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", help="Only write the rows as token ids, for a native host."),
+    ] = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
@@ -106,8 +104,12 @@ def run(
             artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, json=json
         )
         return
-    from ondevice.api.train import run_artifact
+    from ondevice.api.train import run_artifact, write_tokens
 
+    if tokens is not None:
+        count = write_tokens(artifact, run_config, tokens)
+        show({"tokens": tokens, "sequences": count}, f"{count} sequences in {tokens}", json)
+        return
     with ProgressSink(silent=json or quiet, summary=False) as sink:
         trained = run_artifact(
             artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink]
@@ -204,10 +206,10 @@ def evaluate(
     Accuracy compares the likelihoods of the labels. --adapter evaluates with an adapter, as it was trained."""
     from ondevice.cli import evaluation
 
-    source = one_of(first, model, "model")
+    source, adapter = common.model_or_adapter(first, model, adapter)
     if source is None:
         raise ConfigError(
-            "no model is given", expected="--model, or a model or artifact as the first word"
+            "no model is given", expected="--model, or a model, artifact or run as the first word"
         )
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")

@@ -40,6 +40,13 @@ Unknown = Annotated[
         help="Ignore fields of OpenAI's requests that are not known; else they are refused.",
     ),
 ]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-reward",
+        help="Reward or score that jobs may name: module:function, or a command. May be repeated.",
+    ),
+]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Private key of --tls-cert (PEM).")]
 
 
@@ -52,6 +59,7 @@ def serve(
     tls_cert: Cert = None,
     tls_key: Key = None,
     allow_unknown_fields: Unknown = False,
+    allow_reward: Rewards = None,
     json: common.Json = False,
 ) -> None:
     """Run the daemon: a queue of jobs, an HTTP API and a web page. Ctrl-C saves and stops."""
@@ -67,7 +75,17 @@ def serve(
     def ready(address: str) -> None:
         show({"address": address}, f"ready on {address}", json)
 
-    daemon.serve(store, host, port, tls_cert, tls_key, ready, fleet_progress, allow_unknown_fields)
+    daemon.serve(
+        store,
+        host,
+        port,
+        tls_cert,
+        tls_key,
+        ready,
+        fleet_progress,
+        allow_unknown_fields,
+        allow_reward or (),
+    )
 
 
 @app.command()
@@ -181,6 +199,7 @@ def install(
     tls_cert: Cert = None,
     tls_key: Key = None,
     allow_unknown_fields: Unknown = False,
+    allow_reward: Rewards = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Let the kernel drop packets from other machines.")
     ] = False,
@@ -202,6 +221,7 @@ def install(
         tls_cert,
         tls_key,
         allow_unknown_fields=allow_unknown_fields,
+        rewards=allow_reward or (),
         offline=offline,
         groups=systemd.existing_groups(),
     )

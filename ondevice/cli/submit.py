@@ -38,7 +38,8 @@ def create(
         str | None, typer.Option("--artifact", help="Train an artifact of the daemon, not a model.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")
+        str | None,
+        typer.Option("--data", "-d", help="A file to upload, a data set's id, or thumbs."),
     ] = None,
     eval_data: Annotated[
         str | None, typer.Option("--eval-data", help="Held-out rows: a file to upload, or an id.")
@@ -71,7 +72,7 @@ def create(
 ) -> None:
     """Queue a job. A data file that the daemon does not have is uploaded first.
 
-    The upload is deleted again if the job is refused."""
+    The upload is deleted again if the job is refused. `--data thumbs` trains on the ratings."""
     client = open_client(url, ca)
     sections = _sections(read_yaml(config) if config is not None else {}, overrides)
     source = sections.get("model", {}).pop("source", None)

@@ -60,9 +60,28 @@ class Ranked(Capability):
 
 @dataclass(frozen=True)
 class LearnsPreferences(Capability):
-    """Its sessions in `backends` are `Weighing` or `Scoring`: they learn from pairs and rated answers."""
+    """Its sessions are `Weighing` or, of zeroth order, `Scoring`: they learn from pairs and rated answers.
+
+    Attributes:
+        backends: of sessions over a model.
+        programs: kinds of targets whose programs do, too.
+    """
 
     backends: tuple[str, ...]
+    programs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Writes(Capability):
+    """Its sessions are `Writing` or `Answering`: they learn from rewards of their own answers.
+
+    Attributes:
+        backends: of sessions over a model.
+        programs: kinds of targets whose programs do, if they are exported to answer.
+    """
+
+    backends: tuple[str, ...] = ("torch",)
+    programs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,11 @@ class OwnPrecision(Capability):
     """A setting of the method, not `model.dtype`, says in which numbers it computes."""
 
     setting: str
+
+
+@dataclass(frozen=True)
+class HalfOnGpu(Capability):
+    """On a GPU it takes a model in bfloat16 unless `model.dtype` is named."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +172,23 @@ class Offloads(Capability):
     Attributes:
         lanes: (request, rates, rows, flops) to the seconds that each lane of a step takes; `request` and `rates` are
             those of `planning.advice`.
+        step_s: (request, rates or None) to the seconds of a step on an accelerator, and the lane that bounds it; None:
+            the plan's own estimate does.
     """
 
     lanes: Callable[[Any, Any, int, float], dict[str, float]]
+    step_s: Callable[[Any, Any], tuple[float, str]] | None = None
+
+
+@dataclass(frozen=True)
+class DrivesLoops(Capability):
+    """Its engine serves a training loop of one's own.
+
+    Attributes:
+        opener: returns what takes (model, config, device, names of undecayed parameters) to the engine.
+    """
+
+    opener: Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -183,6 +183,26 @@ class AnswerLossConfig(StrictConfig):
         return self
 
 
+def parse_bytes(text: str) -> int:
+    """Parse `6GiB`, `512 MiB`, `8GB` or a number of bytes into bytes.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(
+            f"'{text}' is not a size of memory; expected 6GiB, 512MiB or a number of bytes"
+        )
+    return int(
+        float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    )
+
+
+MemorySize = Annotated[
+    int | None, BeforeValidator(lambda value: parse_bytes(value) if type(value) is str else value)
+]
+"""Bytes, also written as a text such as 6GiB."""
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A linear layer of a block that LoRA can adapt, by the last part of its name (PEFT's `target_modules`)."""
 
@@ -197,12 +217,12 @@ class ModelConfig(StrictConfig):
     """Branch, tag or commit of a hub id."""
 
     classes: Annotated[int | None, Flag("--classes")] = Field(default=None, ge=2)
-    """Add a new classification head with this many classes to an encoder without one (RoBERTa)."""
+    """Add a new classification head with this many classes to an encoder without one (BERT)."""
 
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Flag("--dtype")] = "float32"
     """Precision of the model's weights and activations. Adapters stay in float32. `full` and `mezo`
     train the weights in this type: small updates vanish in bfloat16, for which `slideformer` keeps
-    float32 masters."""
+    float32 masters. By default, `revffn` takes bfloat16 on a GPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of eager PyTorch; `auto` takes CUDA when there is one."""
@@ -282,16 +302,35 @@ class TrainConfig(StrictConfig):
     """Rows per step. P-RGE runs each row 2q times, so its effective batch is 2q times larger."""
 
     objective: Annotated[
-        Literal["loss", "accuracy", "f1", "command", "dpo", "ipo", "kto", "orpo", "simpo"],
+        Literal["loss", "accuracy", "f1", "command", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"],
         Flag("--objective"),
     ] = "loss"
     """The quantity that training improves. `loss` is that of the rows: of preference pairs `dpo`, of rated answers
     `kto`, of all others the cross-entropy. `ipo`, `orpo` and `simpo` are other losses of preference pairs. Zeroth-order
     methods can train on a score that has no gradient: `accuracy` of rows with candidates, `f1` of generated answers, or
-    what `objective_command` prints."""
+    what `objective_command` prints. `grpo` learns from rewards of answers that the model writes: `reward`."""
 
-    beta: Annotated[float | None, Flag("--beta")] = Field(default=None, gt=0)
-    """Strength of an objective over preferences; orpo's lambda. The objective's own if not set: 0.1, simpo 2."""
+    reward: Annotated[str | None, Flag("--reward")] = None
+    """`module:function` of (prompt, answer, row) that returns grpo's reward, a number; or give `objective_command`."""
+
+    group_size: Annotated[int, Flag("--group-size")] = Field(default=8, ge=2, le=1024)
+    """Answers of a prompt that grpo compares."""
+
+    answer_tokens: Annotated[int, Flag("--answer-tokens")] = Field(default=64, ge=1)
+    """Most tokens of an answer in grpo."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of grpo's answers."""
+
+    clip: float = Field(default=0.2, gt=0, lt=1)
+    """By how much grpo lets an answer's likelihood ratio differ from 1."""
+
+    updates: int = Field(default=1, ge=1)
+    """Updates with the answers of a step of grpo."""
+
+    beta: Annotated[float | None, Flag("--beta")] = Field(default=None, ge=0)
+    """Strength of an objective over preferences; orpo's lambda; of grpo's KL term. The objective's own if not set: 0.1,
+    simpo 2, grpo 0.04."""
 
     label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
     """Share of pairs that dpo and simpo take to be the wrong way round."""
@@ -353,7 +392,7 @@ class TrainConfig(StrictConfig):
     """With --resume: go on although rows, chat template or tokenizer changed. The log names the
     changes. Without it such a resume is refused."""
 
-    memory_limit_bytes: Annotated[int | None, Flag("--memory-limit", type=str)] = Field(
+    memory_limit_bytes: Annotated[MemorySize, Flag("--memory-limit", type=str)] = Field(
         default=None, ge=1 << 20
     )
     """Most memory the run may take, such as 6GiB. It counts GPU memory if the run computes on a
@@ -365,18 +404,21 @@ class TrainConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _command(self) -> TrainConfig:
-        if (self.objective == "command") != (self.objective_command is not None):
+        has_command = self.objective_command is not None
+        if self.objective == "grpo":
+            if has_command == (self.reward is not None):
+                raise ValueError("objective grpo needs reward or objective_command: give one")
+        elif has_command != (self.objective == "command"):
             raise ValueError(
                 "objective command and objective_command go together: give both or neither"
             )
+        elif self.reward is not None:
+            raise ValueError("reward is for objective grpo")
+        if self.reward is not None and not re.fullmatch(r"[\w.]+:[\w.]+", self.reward):
+            raise ValueError("reward has the form module:function")
+        if self.beta == 0 and self.objective != "grpo":
+            raise ValueError("beta is above 0 for every objective but grpo")
         return self
-
-    @field_validator("memory_limit_bytes", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return parse_bytes(value)
-        return value
 
 
 class ExportConfig(StrictConfig):
@@ -419,8 +461,16 @@ class ExportConfig(StrictConfig):
     weights, for exact gradients. `w8` (NPU only): 8-bit weights, float16 activations. `none` is
     float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
 
+    rounding: Annotated[Literal["nearest", "rows"], Flag("--rounding")] = "nearest"
+    """Levels of `q4` with exact gradients: the nearest, or those that keep layers' outputs on 64 rows of `--data`."""
+
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
+
+    kernels: Literal["auto", "stock"] = "auto"
+    """Kernels of a block program. `auto`: its functions twice, in the stock runtime's kernels and in this project's
+    ops, which take half the time or less, and a host takes those that its runtime has; without a C++ compiler only
+    the former. `stock`: only those."""
 
     next_token: bool = False
     """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
@@ -483,22 +533,6 @@ class ExportConfig(StrictConfig):
     def uses_ops(self) -> bool:
         """True if the program needs this project's kernels in the runtime."""
         return self.quantize == "q4" or self.generator == "op" or self.loss == "op"
-
-
-def parse_bytes(text: str) -> int:
-    """Parse `6GiB`, `512 MiB`, `8GB` or a number of bytes into bytes.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(
-            f"'{text}' is not a size of memory; expected 6GiB, 512MiB or a number of bytes"
-        )
-    return int(
-        float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-    )
 
 
 def size_text(size: float) -> str:

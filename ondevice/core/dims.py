@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError, Need
@@ -12,11 +13,29 @@ from ondevice.core.near import nearest_value
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers of a mixture of experts that carry adapters."""
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 """The experts' parameters, by their names in the MLP."""
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
 _EXPERTS = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(EXPERT_PARAMETERS)})")
+
+
+ATTENDS = "attention"
+CONVOLUTION = "conv"
+"""The mixer (`BlockTraits.mixers`) that is a short gated convolution: of the projection's three thirds b, c and x it
+computes c * conv(b * x), in which each channel sees its last `taps` tokens."""
+DELTA = "delta"
+"""The mixer that is a gated delta rule: each head has a matrix that maps keys to values; a token lets it decay and
+corrects its answer to the token's key (`ondevice.nn.delta_rule`)."""
+DELTA_CHUNK_TOKENS = 64
+"""Tokens of a gated delta rule that are computed together."""
+MIXER_PARTS = {
+    ATTENDS: ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    CONVOLUTION: ("conv_in", "conv_out"),
+    DELTA: ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_out"),
+}
+"""Linear layers of each mixer; the last one ends it."""
 
 
 LLAMA_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
@@ -29,7 +48,7 @@ class BlockTraits:
 
     Attributes:
         norms: (place, module) of its norms; places are `before_attention`, `after_attention`, `before_mlp`,
-            `after_mlp` (of a branch, before it is added to the residual), `q` and `k`.
+            `after_mlp`, `after_layer_input` (of a branch, before it is added to the residual), `q` and `k`.
         norm_offset: a norm's factor is 1 + w, not w.
         qk_norm_all: norms of q and k are over all heads together, not over each.
         activation: of the gate: `silu` or `gelu_tanh`.
@@ -37,9 +56,25 @@ class BlockTraits:
         rotary: of each layer, whether q and k are rotated; () is every layer.
         rotary_width: dimensions of a head that are rotated, the first ones; 0 is all.
         windows: of each layer, how many tokens a query sees, itself included; 0 is all before it. () is none.
+        mixers: of each layer, what mixes its tokens: a key of `MIXER_PARTS`; () is attention.
+        taps: tokens that a short convolution sees, the last one included.
+        delta: of a gated delta rule: heads of keys and of values, and the width of a key and of a value.
+        output_gate: the query's projection has a gate for each head behind its query; attention's output is multiplied
+            by its sigmoid.
+        paths: (part, module) of a block's linear layers, and of its other tensors (`mixer_tensors`), if they are
+            not Llama's.
+        head_dims, key_heads, mlp_widths: of each layer, the width of a head, the heads of keys and values, and the
+            width of the MLP; () is `ModelDims`' for every layer.
+        key_layers: of each layer, the one whose keys and values it attends to, often its own; () is its own.
+        keys_as_values: of each layer, whether its values are its keys as they are projected; () is none.
+        value_norm: values have a norm without a factor.
+        layer_input: width of what each layer reads of a token's own embedding for it, in a branch behind the MLP; 0
+            is none.
+        output_scale: each block multiplies its output by a number of its own.
         score_scale: factor of the scores; 0 is 1 / sqrt(head_dim).
         embedding_scale, residual_scale, logit_scale: factors of the embedding's rows, of a branch where it is added,
             and of the logits.
+        logit_cap: a logit z is cap * tanh(z / cap); 0 is none.
     """
 
     norms: tuple[tuple[str, str], ...] = tuple(LLAMA_NORMS.items())
@@ -50,14 +85,90 @@ class BlockTraits:
     rotary: tuple[bool, ...] = ()
     rotary_width: int = 0
     windows: tuple[int, ...] = ()
+    mixers: tuple[str, ...] = ()
+    taps: int = 0
+    delta: tuple[int, ...] = ()
+    output_gate: bool = False
+    paths: tuple[tuple[str, str], ...] = ()
+    head_dims: tuple[int, ...] = ()
+    key_heads: tuple[int, ...] = ()
+    mlp_widths: tuple[int, ...] = ()
+    key_layers: tuple[int, ...] = ()
+    keys_as_values: tuple[bool, ...] = ()
+    value_norm: bool = False
+    layer_input: int = 0
+    output_scale: bool = False
     score_scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
     def rotated(self, layer: int) -> bool:
         """Return True if q and k of that layer are rotated."""
         return not self.rotary or self.rotary[layer]
+
+    def mixer(self, layer: int) -> str:
+        """Return what mixes the tokens of that layer."""
+        return self.mixers[layer] if self.mixers else ATTENDS
+
+    def mixer_number(self, layer: int) -> int:
+        """Return the place of that layer's mixer among those of the model, from 0 in order of the layers."""
+        return list(dict.fromkeys(self.mixers)).index(self.mixer(layer)) if self.mixers else 0
+
+    def attends(self, layer: int) -> bool:
+        """Return True if attention mixes the tokens of that layer."""
+        return self.mixer(layer) == ATTENDS
+
+    @property
+    def delta_channels(self) -> int:
+        """Queries, keys and values of a gated delta rule, which its convolution is over."""
+        key_heads, value_heads, key_width, value_width = self.delta
+        return 2 * key_heads * key_width + value_heads * value_width
+
+    def path(self, part: str) -> str:
+        """Return the module of a part in the block; a part of Llama's block has its own name."""
+        return dict(self.paths).get(part, part)
+
+    def part(self, module: str) -> str:
+        """Return what `path` inverts."""
+        return next((part for part, path in self.paths if path == module), module)
+
+    def norms_of(self, layer: int) -> tuple[tuple[str, str], ...]:
+        """Return (place, module) of that layer's norms: without attention none is of q or k, and
+        without keys of its own none is of k."""
+        absent: tuple[str, ...] = ()
+        if not self.attends(layer):
+            absent = ("q", "k")
+        elif not self.has_keys(layer):
+            absent = ("k",)
+        return tuple(norm for norm in self.norms if norm[0] not in absent)
+
+    def key_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values that layer attends to."""
+        return self.key_layers[layer] if self.key_layers else layer
+
+    def has_keys(self, layer: int) -> bool:
+        """Return True if that layer computes keys and values."""
+        return self.key_layer(layer) == layer
+
+    def lends_keys(self, layer: int) -> bool:
+        """Return True if later layers attend to that layer's keys and values, too."""
+        return self.key_layers.count(layer) > 1
+
+    def has_values(self, layer: int) -> bool:
+        """Return True if that layer has a projection to values."""
+        return self.has_keys(layer) and not (self.keys_as_values and self.keys_as_values[layer])
+
+    @property
+    def hands_on(self) -> bool:
+        """True if blocks read more than the residual stream: other layers' keys and values, or the
+        tokens' embeddings for each layer."""
+        return bool(self.key_layers or self.layer_input)
+
+    def out_part(self, layer: int) -> str:
+        """Return the part that ends the mixer of that layer."""
+        return MIXER_PARTS[self.mixer(layer)][-1]
 
     def window(self, layer: int) -> int:
         """Return how many tokens a query of that layer sees; 0 is all."""
@@ -138,8 +249,7 @@ class ModelDims:
             return value
 
         traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
-        for name in ("score_cap", "logit_cap"):  # older manifests have them, always as 0
-            traits.pop(name, None)
+        traits.pop("score_cap", None)  # older manifests have it, always as 0
         if "active_experts" in values:
             cls = MoeDims
             values = {**values, "dense_layers": tuples(values["dense_layers"])}
@@ -147,24 +257,94 @@ class ModelDims:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each of the family's `linear_targets`."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        """(inputs, outputs) of each of the family's `linear_targets`; the largest if layers differ."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for layer in self._kinds:
+            for part, shape in self._part_shapes(layer).items():
+                name = self.traits.path(part)
+                shapes[name] = max(shapes.get(name, shape), shape, key=prod)
+        return shapes
+
+    def head_width(self, layer: int) -> int:
+        """Return the width of a head of that layer."""
+        return self.traits.head_dims[layer] if self.traits.head_dims else self.head_dim
+
+    def key_heads(self, layer: int) -> int:
+        """Return the heads of that layer's keys and values."""
+        return self.traits.key_heads[layer] if self.traits.key_heads else self.kv_heads
+
+    def mlp_width(self, layer: int) -> int:
+        """Return the width of that layer's MLP."""
+        return self.traits.mlp_widths[layer] if self.traits.mlp_widths else self.intermediate
+
+    def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        q = self.heads * self.head_width(layer)
+        kv = self.key_heads(layer) * self.head_width(layer)
+        inner = self.mlp_width(layer)
         if self.traits.fused:
             return {
                 "qkv_proj": (self.hidden, q + 2 * kv),
                 "o_proj": (q, self.hidden),
-                "gate_up_proj": (self.hidden, 2 * self.intermediate),
-                "down_proj": (self.intermediate, self.hidden),
+                "gate_up_proj": (self.hidden, 2 * inner),
+                "down_proj": (inner, self.hidden),
             }
-        return {
-            "q_proj": (self.hidden, q),
+        shapes = {
+            "q_proj": (self.hidden, q * (1 + self.traits.output_gate)),
             "k_proj": (self.hidden, kv),
             "v_proj": (self.hidden, kv),
             "o_proj": (q, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
         }
+        if CONVOLUTION in self.traits.mixers:
+            shapes["conv_in"] = (self.hidden, 3 * self.hidden)
+            shapes["conv_out"] = (self.hidden, self.hidden)
+        if DELTA in self.traits.mixers:
+            _, heads, _, width = self.traits.delta
+            shapes["delta_qkv"] = (self.hidden, self.traits.delta_channels)
+            shapes["delta_z"] = (self.hidden, heads * width)
+            shapes["delta_b"] = (self.hidden, heads)
+            shapes["delta_a"] = (self.hidden, heads)
+            shapes["delta_out"] = (heads * width, self.hidden)
+        shapes |= {
+            "gate_proj": (self.hidden, inner),
+            "up_proj": (self.hidden, inner),
+            "down_proj": (inner, self.hidden),
+        }
+        if self.traits.layer_input:
+            shapes["layer_gate"] = (self.hidden, self.traits.layer_input)
+            shapes["layer_out"] = (self.traits.layer_input, self.hidden)
+        return shapes
+
+    def block_linears(self, layer: int) -> dict[str, Linear]:
+        """Return one block's linear layers by their part in it, which is Llama's name of the layer or one of
+        `MIXER_PARTS`, or `layer_gate` and `layer_out` of the branch behind the MLP."""
+        own = self.traits.mixer(layer)
+        absent = [one for mixer, parts in MIXER_PARTS.items() if mixer != own for one in parts]
+        if not self.traits.has_keys(layer):
+            absent.append("k_proj")
+        if not self.traits.has_values(layer):
+            absent.append("v_proj")
+        return {
+            part: Linear(layer, self.traits.path(part), *shape)
+            for part, shape in self._part_shapes(layer).items()
+            if part not in absent
+        }
+
+    def mixer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the tensors of a layer's mixer that are of no linear layer and no norm of the block: each one's name
+        in the block and its shape by its part, `taps` of a convolution, and of a gated delta rule also `decay` and
+        `step`, one number a head of values, and `gate_norm`, the factor of its output's norm; and `output_scale`, the
+        factor of the block's output."""
+        mixer = self.traits.mixer(layer)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if mixer == CONVOLUTION:
+            shapes = {"taps": (self.hidden, 1, self.traits.taps)}
+        elif mixer == DELTA:
+            _, heads, _, width = self.traits.delta
+            taps = (self.traits.delta_channels, 1, self.traits.taps)
+            shapes = {"taps": taps, "decay": (heads,), "step": (heads,), "gate_norm": (width,)}
+        if self.traits.output_scale:
+            shapes["output_scale"] = (1,)
+        return {part: (self.traits.path(part), shape) for part, shape in shapes.items()}
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return (inputs, outputs) of that linear layer.
@@ -186,10 +366,8 @@ class ModelDims:
     @property
     def linear_list(self) -> tuple[Linear, ...]:
         """Every linear layer of every block, in order of the layers."""
-        shapes = self.linear_shapes.items()
-        return tuple(
-            Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes
-        )
+        blocks = map(self.block_linears, range(self.layers))
+        return tuple(linear for block in blocks for linear in block.values())
 
     @property
     def expert_list(self) -> tuple[Linear, ...]:
@@ -199,15 +377,15 @@ class ModelDims:
     @property
     def default_targets(self) -> tuple[str, ...]:
         """Names of linear layers for a method's default if the model does not have those; () refuses."""
-        if self.traits.fused:
-            return tuple(self.linear_shapes)
-        return ()
+        if not (self.traits.fused or self.traits.paths):
+            return ()
+        return tuple(dict.fromkeys(target.rpartition(".")[2] for target in self.linear_shapes))
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
 
-        A method's own default gives way to `default_targets` if the model lacks one of its names; one without such
-        a setting has none.
+        A method's own default gives way to `default_targets` if the model lacks one of its names, or if it names all
+        layers of attention and not every layer attends; one without such a setting has none.
 
         Raises:
             ModelError: the model has no linear layer of a name; or it is the experts', and the method has no pairs
@@ -230,11 +408,14 @@ class ModelDims:
                 name for name in experts if any(names_experts(name, target) for target in asked)
             ]
         missing = [target for target in targets if not any(named(name, target) for name in names)]
-        if not missing:
+        every = bool(self.traits.mixers) and set(ATTENTION) <= set(targets)
+        if not missing and not every:
             return targets
         default = type(config).model_fields["target_modules"].default
         if targets == tuple(default) and self.default_targets:
             return self.default_targets
+        if not missing:
+            return targets
         if not self.default_targets:
             self.linear_shape(missing[0])  # the family's own words
         raise ModelError(
@@ -279,12 +460,12 @@ class ModelDims:
         """Sentences on these sizes for a plan."""
         return ()
 
-    def norm_width(self, place: str) -> int:
+    def norm_width(self, place: str, layer: int = 0) -> int:
         """Return the width of a norm of `traits.norms`."""
         if place not in ("q", "k"):
             return self.hidden
         if not self.traits.qk_norm_all:
-            return self.head_dim
+            return self.head_width(layer)
         return self.head_dim * (self.heads if place == "q" else self.kv_heads)
 
     def linear_bias(self, target: str) -> bool:
@@ -296,17 +477,52 @@ class ModelDims:
     @property
     def block_parameters(self) -> int:
         """Parameters of one block, the largest if they differ."""
-        count = sum(self.norm_width(place) for place, _ in self.traits.norms)
-        for target, (inputs, outputs) in self.linear_shapes.items():
+        return max(self._block_parameters(kind) for kind in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> dict[int, int]:
+        """A layer of each kind, and how many layers are of it: they differ by mixer and sizes."""
+        traits = self.traits
+        first: dict[tuple[Any, ...], int] = {}
+        counts: dict[int, int] = {}
+        for layer in range(self.layers):
+            sizes = (self.head_width(layer), self.key_heads(layer), self.mlp_width(layer))
+            kind = (traits.mixer(layer), traits.has_keys(layer), traits.has_values(layer), *sizes)
+            one = first.setdefault(kind, layer)
+            counts[one] = counts.get(one, 0) + 1
+        return counts
+
+    def _block_parameters(self, layer: int) -> int:
+        count = sum(self.norm_width(place, layer) for place, _ in self.traits.norms_of(layer))
+        for target, inputs, outputs in self._matrices(layer):
             count += inputs * outputs + outputs * self.linear_bias(target)
-        return count
+        others = self.mixer_tensors(layer)
+        others.pop("output_scale", None)  # a buffer in transformers
+        return count + sum(prod(shape) for _, shape in others.values())
+
+    def _matrices(self, layer: int) -> list[tuple[str, int, int]]:
+        return [(one.target, one.inputs, one.outputs) for one in self.block_linears(layer).values()]
+
+    @property
+    def matrices_of_block(self) -> int:
+        """Parameters of the matrices of one block, the most if they differ."""
+        return max(self._matrix_parameters(layer) for layer in self._kinds)
+
+    def _matrix_parameters(self, layer: int) -> int:
+        return sum(inputs * outputs for _, inputs, outputs in self._matrices(layer))
+
+    @property
+    def linear_outputs(self) -> int:
+        """Outputs of all linear layers of all blocks: rows of their matrices."""
+        return sum(
+            count * sum(outputs for _, _, outputs in self._matrices(layer))
+            for layer, count in self._kinds.items()
+        )
 
     @property
     def matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
-        return self.layers * sum(
-            inputs * outputs for inputs, outputs in self.linear_shapes.values()
-        )
+        return sum(count * self._matrix_parameters(layer) for layer, count in self._kinds.items())
 
     @property
     def active_matrices(self) -> int:
@@ -317,7 +533,14 @@ class ModelDims:
     def parameters(self) -> int:
         """Parameters of the whole model; a tied head counts once."""
         embeddings = self.vocab * self.hidden * (2 - self.tied)
-        return embeddings + self.layers * self.block_parameters + self.hidden
+        blocks = sum(count * self._block_parameters(one) for one, count in self._kinds.items())
+        return embeddings + self.layer_inputs + blocks + self.hidden
+
+    @property
+    def layer_inputs(self) -> int:
+        """Parameters of the tokens' embeddings for each layer, their projection and its norm."""
+        width = self.traits.layer_input
+        return self.layers * width * (self.vocab + self.hidden) + width
 
 
 def is_expert_parameter(name: str) -> bool:
@@ -352,10 +575,9 @@ class MoeDims(ModelDims):
     dense_intermediate: int = 0
     dense_layers: tuple[int, ...] = ()
 
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the attention's linear layers, the only ones that can carry adapters."""
-        shapes = super().linear_shapes
+    def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Return those of attention, whose linear layers are the only ones that can carry adapters."""
+        shapes = super()._part_shapes(layer)
         return {target: shapes[target] for target in ATTENTION}
 
     @property
@@ -382,7 +604,7 @@ class MoeDims(ModelDims):
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
         targets = tuple(getattr(config, "target_modules", ()))
         if targets and targets != tuple(type(config).model_fields["target_modules"].default):
-            for target in set(targets) & set(super().linear_shapes) - set(ATTENTION):
+            for target in set(targets) & set(GATED_MLP):
                 refuse_adapter(self.family, target)
         return super().resolve_targets(config)
 

@@ -31,6 +31,7 @@ class Need(Enum):
     TRAINS_ALL = "trains all parameters"
     ZEROTH_ORDER = "needs no gradient"
     PREFERENCES = "learns from preferences"
+    REWARDS = "learns from rewards"
     TORCH = "runs in torch"
     MLX = "runs in MLX"
 
@@ -200,9 +201,11 @@ class FleetError(OndeviceError):
 
 
 def was_refused(error: BaseException) -> bool:
-    """Return True for the error of an allocation that was refused."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    """Return True for the error of an allocation that was refused, or one that such an error caused."""
+    if (
+        isinstance(error.__cause__, MemoryError)
+        or isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     ):
         return True
     return bool(_REFUSED.search(str(error)))

@@ -29,6 +29,9 @@ class Flag:
 # Flags of settings that several methods have, so that they read the same for all of them.
 ALPHA = Flag("--alpha", help="LoRA alpha: the adapter's output is scaled by alpha / rank")
 BUS_LIMIT = Flag("--bus-limit", help="Simulate a bus with this many GB/s in each direction")
+HOST_MEMORY = Flag(
+    "--host-memory", type=str, help="Most host memory the run may take, such as 96GiB"
+)
 LEARNING_RATE = Flag("--learning-rate", "--lr", help="Learning rate")
 MAX_GRAD_NORM = Flag("--max-grad-norm", help="Clip the gradient to this norm")
 MICRO_BATCH_SIZE = Flag(

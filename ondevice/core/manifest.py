@@ -10,16 +10,19 @@ from pydantic import Field, model_validator
 from ondevice.core.config import StrictConfig
 
 SCHEMA_VERSION = 2
+LAYER_INPUT = "layer_input_"
+"""How the names of functions begin that make a layer's input, of blocks of every kind."""
 
 
 InputRole = Literal[
     "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length",
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
-    "loss_scale", "position", "keys", "values",
+    "loss_scale", "position", "keys", "values", "layer_input", "shared_keys", "shared_values",
+    "keys_gradient", "values_gradient",
 ]  # fmt: skip
 OutputRole = Literal[
     "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums",
-    "keys", "values",
+    "keys", "values", "layer_input", "shared_keys", "shared_values", "keys_gradient", "values_gradient",
 ]  # fmt: skip
 
 
@@ -29,10 +32,13 @@ class TensorPort(StrictConfig):
     name: str
     """Of a `state`, `counter` or `constant` port, the name of the state tensor, counter or constant."""
     role: InputRole | OutputRole | None = None
-    """By which a runtime session binds inputs and takes outputs; None for those of a stage."""
+    """By which a runtime session binds inputs and takes outputs. A stage's ports have none."""
     dtype: str
+    """Its name in NumPy."""
     shape: tuple[int, ...]
+    """Of every dimension."""
     unit: str = ""
+    """Empty if there is none."""
 
 
 def port(
@@ -129,6 +135,12 @@ class AdapterEntry(StrictConfig):
     outputs: int
 
 
+def kind_of(method: str) -> int:
+    """Return the kind of block that a method's name ends with; 0 if with none."""
+    end = method.rpartition("_")[2]
+    return int(end) if end.isdecimal() else 0
+
+
 class ProgramSpec(StrictConfig):
     """The program's methods and its state: all that a session needs to run it without knowing the training method."""
 
@@ -151,8 +163,9 @@ class ProgramSpec(StrictConfig):
     """Of `blocks`: how often the block's methods are called. `{layer}` in a frozen port's name stands for the number,
     and each state tensor is as many equal ranges."""
     kinds: tuple[int, ...] = ()
-    """Of `blocks`: the kind of each layer's block, if they differ (a window of attention, a rotary embedding). A
-    method of a block of kind k, from 1 on, has `_k` behind its name."""
+    """Of `blocks`: the kind of each layer's block, if they differ (a window of attention, a rotary embedding, a
+    convolution). A method of a block of kind k, from 1 on, has `_k` behind its name; only layers of its kind have its
+    frozen ports."""
     weights: str | None = None
     """Of `blocks`: the safetensors file of the frozen weights, each aligned to 64 bytes."""
     loss_scale: float | None = Field(default=None, gt=0)
@@ -194,6 +207,13 @@ class ProgramSpec(StrictConfig):
                 f"adapter_size is {self.adapter_size}, and the adapter's tensors have {sum(trained)}"
             )
         return self
+
+    def layers_of(self, method: str) -> list[int]:
+        """List the layers whose block has a method of that name."""
+        if method.startswith(LAYER_INPUT):
+            return list(range(self.layers))
+        kind = kind_of(method)
+        return [i for i in range(self.layers) if not self.kinds or self.kinds[i] == kind]
 
     @property
     def adapter(self) -> StateTensor | None:
@@ -253,3 +273,13 @@ class Manifest(StrictConfig):
     """Errors that the export measured against eager PyTorch before the artifact was written."""
     files: dict[str, str] = Field(default_factory=dict)
     """SHA-256 of every file but this one."""
+
+    @property
+    def written_tokens(self) -> int:
+        """Most tokens of a prompt and an answer that the program writes and then trains on; 0 if
+        it writes none."""
+        method = self.program_spec.methods.get("block_prefill")
+        if method is None:
+            return 0
+        values = next(port for port in method.inputs if port.role == "values")
+        return min(values.shape[1], max(self.lengths_tokens))

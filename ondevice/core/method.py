@@ -122,7 +122,7 @@ class MethodSpec(Generic[C]):
         memory: its `MemoryModel`.
         cost: its `CostFunction`.
         keeps: its state next to the weights, in half a sentence.
-        words: what it gives and costs, for somebody who knows no method.
+        words: its gains and costs, for somebody who knows no method.
         page: of the documentation, a file of docs/methods.
         programs: kind of target to its training step as a program (`ondevice.core.program`).
         preference: its rank, from 1, among the methods that are chosen if none is named; 0: never chosen.
@@ -314,3 +314,9 @@ def metal() -> bool:
 def has_liger(device: str) -> bool:
     """Return True if liger-kernel is installed and `device` is a GPU."""
     return device.startswith("cuda") and importlib.util.find_spec("liger_kernel") is not None
+
+
+def has_triton(device: str) -> bool:
+    """Return True if Triton is installed, as with PyTorch's build for CUDA, and `device` is a
+    GPU."""
+    return device.startswith("cuda") and importlib.util.find_spec("triton") is not None

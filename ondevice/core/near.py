@@ -97,11 +97,13 @@ VALUES_ELSEWHERE = {
     "8bit": "int8",
 }
 """Values that other trainers have for ours, in words joined by underscores."""
+LONGEST_NAME = 200
+"""Characters of a value that may be a misspelt name; comparing a longer one takes seconds."""
 
 
 def nearest_value(value: object, known: Iterable[str]) -> str | None:
     """Return the value of `known` that a wrong one most likely meant; None if none is near."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or len(value) > LONGEST_NAME:
         return None
     choices = {_plain(name): name for name in known}
     given = _plain(value)

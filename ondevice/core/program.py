@@ -34,6 +34,8 @@ Batch = tuple["np.ndarray", "np.ndarray"]
 """Token ids and labels, int64 [rows, tokens] each."""
 Batches = Callable[[int], Iterable[Batch]]
 """So many batches, or more."""
+FUSED = "fused_"
+"""Before a function's name: the same function in this project's ops, which a host calls if its runtime links them."""
 LOWEST = -1e30
 """The largest logit before the first tile of a block program, and a logit that does not count: its exponential is zero,
 and unlike minus infinity it can be subtracted from itself."""
@@ -82,7 +84,7 @@ class LayerConstants:
     Attributes:
         markers: noise that the modules hold in their place, by name with `{layer}`. A module is lowered once; a layer's
             program is that one with the layer's bytes where the markers' are.
-        layers: the same names, shapes and dtypes for every layer.
+        layers: of each layer, those that its block has, with their shapes and dtypes.
     """
 
     markers: Mapping[str, np.ndarray]
@@ -169,6 +171,9 @@ class GraphProgram(Generic[M]):
         uses_ops: (export) whether the program needs kernels of this project in the runtime.
         calibrate: (loaded, config, rows, seed) to the settings of a program that begins with what the exported model's
             rows say, and the first values of its state; None if the settings ask for nothing of the kind.
+        chosen: values of `export.quantize` whose levels can be chosen on rows of the task.
+        choose: (loaded, token ids of rows) chooses them, in place.
+        restore: (loaded, tensors of the weights file) puts an artifact's matrices into the model, for `chosen`.
         refresh: (session) to what prepares its steps and its replay, for a method that now and then changes the state
             from outside the program.
     """
@@ -188,6 +193,9 @@ class GraphProgram(Generic[M]):
     calibrate: Callable[[M, Any, Any, int], tuple[Any, Mapping[str, np.ndarray]] | None] | None = (
         None
     )
+    chosen: tuple[str, ...] = ()
+    choose: Callable[[M, Sequence[Sequence[int]]], None] | None = None
+    restore: Callable[[M, Mapping[str, np.ndarray]], None] | None = None
     refresh: Callable[[ProgramSession], Preparing] | None = None
 
 

@@ -19,6 +19,7 @@ from ondevice.core.capabilities import (
     Offloads,
     Packs,
     Ranked,
+    Writes,
 )
 from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Backend, MethodSpec, metal
@@ -185,6 +186,7 @@ _HAS: dict[Need, Callable[[MethodSpec], bool]] = {
     Need.TRAINS_ALL: lambda spec: spec.trains == "all",
     Need.ZEROTH_ORDER: lambda spec: spec.order == "zeroth",
     Need.PREFERENCES: lambda spec: spec.capability(LearnsPreferences) is not None,
+    Need.REWARDS: lambda spec: spec.capability(Writes) is not None,
     Need.TORCH: lambda spec: "torch" in spec.sessions,
     Need.MLX: lambda spec: "mlx" in spec.sessions,
 }
@@ -273,7 +275,6 @@ def backend_for(config: Any, backend: str) -> Backend:
     return cast(Backend, backend)
 
 
-@naming_methods()
 def open_session(
     loaded: Any,
     config: Any,
@@ -303,4 +304,6 @@ def open_session(
             expected="ondevice.load_model(...) or ondevice.wrap_model(model, tokenizer); ondevice.method_config(...)",
             received=type(wrong).__name__,
         )
-    return spec_of(config).open_session(loaded, config, seed, device, backend)
+    spec = spec_of(config)
+    with naming_methods(lambda other: other.name != spec.name):
+        return spec.open_session(loaded, config, seed, device, backend)

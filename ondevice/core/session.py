@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -307,6 +308,30 @@ class Scoring(Protocol):
 
     def whole_model(self) -> Any:
         """Return the `LoadedModel` as it is now, with what was trained in place, to generate text with."""
+        ...
+
+
+@runtime_checkable
+class Writing(Protocol):
+    """A session whose model generates text between steps."""
+
+    def writing(self) -> AbstractContextManager[Any]:
+        """Give the `LoadedModel` as it is now, with what was trained in place, for a block without steps."""
+        ...
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """A session that generates text between steps in a runtime of its own."""
+
+    def answer_prompt(
+        self, prompt: Sequence[int], samplers: Sequence[Any], most_tokens: int
+    ) -> list[list[int]]:
+        """Return the tokens of each sampler's answer to one prompt.
+
+        Args:
+            samplers: each with `next(logits)`, float32 [vocab], to a token with `id` and `ends`.
+        """
         ...
 
 

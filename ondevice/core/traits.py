@@ -16,16 +16,34 @@ WORDS = {
     "rotary": "layers without a rotary embedding",
     "rotary_width": "a rotary embedding of a part of each head",
     "windows": "a sliding window of attention in some layers",
+    "mixers": "short convolutions in the place of attention in some layers",
+    "delta": "a gated delta rule in the place of attention in some layers",
+    "output_gate": "a gate of attention's output",
+    "head_dims": "heads of several widths",
+    "key_heads": "another number of heads of keys in some layers",
+    "mlp_widths": "MLPs of several widths",
+    "key_layers": "keys and values that layers share",
+    "keys_as_values": "keys that are values, too",
+    "value_norm": "a norm of values",
+    "layer_input": "embeddings of the tokens for each layer",
+    "output_scale": "a factor of each block's output",
     "score_scale": "a scale of the scores of its own",
     "embedding_scale": "a factor of the embedding",
     "residual_scale": "a factor of each branch",
     "logit_scale": "a factor of the logits",
+    "logit_cap": "a soft cap of the logits",
 }
+
+
+_PARTS = ("taps", "paths")
+"""Sizes and names that no trait has without another."""
 
 
 def beyond_llama(traits: BlockTraits, known: Collection[str] = ()) -> list[str]:
     """List in words what differs from Llama's block, without the traits that are known."""
-    unknown = [field.name for field in fields(traits) if field.name not in known]
+    unknown = [field.name for field in fields(traits) if field.name not in (*known, *_PARTS)]
+    if traits.delta and "delta" in unknown:  # says which mixer it is
+        unknown = [name for name in unknown if name != "mixers"]
     return [
         _words(name, traits) for name in unknown if getattr(traits, name) != getattr(LLAMA, name)
     ]

@@ -18,6 +18,8 @@ from ondevice.core.near import nearest_value
 
 MOST_LETTERS = 300
 """Of a quoted value: a document from outside may have a string of a million letters."""
+MOST_ERRORS = 1000
+"""Errors of one document that are read: a list from outside may have a million wrong items."""
 
 _EXPECTED: dict[str, str] = {
     "json_invalid json_type": "JSON",
@@ -134,14 +136,14 @@ class Problem:
 
 
 def problems_of(errors: Sequence[Mapping[str, Any]], document: Any) -> list[Problem]:
-    """Return the mistakes that pydantic found in `document`, each place once.
+    """Return the first mistakes that pydantic found in `document`, each place once.
 
     Args:
         errors: `ValidationError.errors()`.
         document: the value that was validated; its keys tell the document's places from tags of unions.
     """
     found: dict[str, Problem] = {}
-    for problem in _each(errors, document):
+    for problem in _each(errors[:MOST_ERRORS], document):
         other = found.get(problem.path)
         if other is None:
             found[problem.path] = problem
@@ -150,12 +152,11 @@ def problems_of(errors: Sequence[Mapping[str, Any]], document: Any) -> list[Prob
             expected = f"{other.expected}, or {problem.expected}"
             found[problem.path] = replace(other, expected=expected)
     # A member of a union that refused the whole value says less than one that looked into it.
-    paths = list(found)
+    looked_into = {path[: dot.start()] for path in found for dot in re.finditer(r"\.", path)}
     return [
         problem
         for problem in found.values()
-        if problem.kind in OWN_WORDS
-        or not any(path.startswith(f"{problem.path}.") for path in paths)
+        if problem.kind in OWN_WORDS or problem.path not in looked_into
     ]
 
 

@@ -150,9 +150,9 @@ class Batches:
         return self._orders[epoch]
 
 
-def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
-    """Round up to the next multiple of `multiple`."""
-    return -(-length_tokens // multiple) * multiple
+def round_up(length_tokens: int) -> int:
+    """Round up to the next multiple of `ROUND_TO_TOKENS`."""
+    return -(-length_tokens // ROUND_TO_TOKENS) * ROUND_TO_TOKENS
 
 
 def collate(
@@ -268,3 +268,18 @@ def pad_id_of(tokenizer: Any) -> int:
         if getattr(tokenizer, name, None) is not None:
             return int(getattr(tokenizer, name))
     return 0
+
+
+class InOrder:
+    """Batches of something else than rows' own sequences, whose rows come as those of `order`."""
+
+    order: Batches
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Batches in which every row is seen once."""
+        return self.order.steps_per_epoch
+
+    def rows_at(self, step: int) -> tuple[int, ...]:
+        """Return the numbers of a step's rows."""
+        return self.order.rows_at(step)

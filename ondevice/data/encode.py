@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.examples import Dataset, Example, Item, Report, check_fit, refuse_unread
+from ondevice.data.pictures import FIELD
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.tasks.chat import ChatEncoder, common_length
 from ondevice.data.tasks.chat_template import CLOCK, clock, end_marks
@@ -120,7 +122,6 @@ class Encoder:
     Args:
         rows: facts about all rows; its `items` are not read.
         first: the first row, which decides how all are framed.
-        report: counts what encoding does in addition to examples.
     """
 
     def __init__(
@@ -132,7 +133,6 @@ class Encoder:
         max_length_tokens: int,
         train_on_prompt: bool = False,
         classes: int = 0,
-        report: Report | None = None,
     ) -> None:
         if max_length_tokens < 2:
             raise ConfigError(
@@ -159,20 +159,28 @@ class Encoder:
             self.template = "instruction prompt"
         if first.messages and self.has_template:
             self.template = "chat template"
+        self.folder = rows.file if os.path.isdir(rows.file) else os.path.dirname(rows.file)
         self.format: Format = rows.format
         self.tokenizer = tokenizer
         self.classes = classes
         self.max_length_tokens = max_length_tokens
         self.train_on_prompt = train_on_prompt
-        self.report = report or Report()
+        self.report = Report()
         self._chat: ChatEncoder | None = None
 
     def encoded(self, row: Row) -> list[Item | BadRow]:
         """Tokenize a row: one item for each sequence, and a reason for each that cannot be one."""
         try:
+            if row.images and (self.classes or not self.has_template):
+                raise BadRow(FIELD, "pictures need a model with a chat template")
             if row.messages and self.has_template and not self.classes:
                 self._chat = self._chat or ChatEncoder(
-                    self.tokenizer, self.max_length_tokens, self.train_on_prompt, self.report
+                    self.tokenizer,
+                    self.max_length_tokens,
+                    self.train_on_prompt,
+                    self.report,
+                    rated=self.format == "thumbs",
+                    folder=self.folder,
                 )
                 return [self._judged(row, one) for one in self._chat.encode(row)]
             return [self._judged(row, one) for one in self._encode_texts(row)]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
+from ondevice.data.pictures import FIRST_ID
 from ondevice.data.rows import AnswerTooLong, Format, RowProblem, Rows, count_reasons
 
 
@@ -199,7 +200,7 @@ def refuse_preferences(rows: Rows) -> None:
     column = {"preference": "chosen", "thumbs": "completion"}.get(rows.format)
     if column is not None:
         raise DataError(
-            f"{rows.file} holds preferences, which only `ondevice train` learns from",
+            f"{rows.file} holds preferences; only `ondevice train` and `run` learn from them",
             expected="rows with answers to learn",
             received=f"format {rows.format}",
             hint=f"--column prompt=prompt --column completion={column} takes only the {column} texts",
@@ -248,7 +249,9 @@ def unknown_token(item: Item, vocabulary: int) -> int | None:
         if min(example.ids) >= 0 and max(max(example.ids), max(example.labels)) < vocabulary:
             continue
         tokens = (*example.ids, *(label for label in example.labels if label >= 0))
-        return next(token for token in tokens if not 0 <= token < vocabulary)
+        unknown = (token for token in tokens if not 0 <= token < vocabulary and token < FIRST_ID)
+        if (token := next(unknown, None)) is not None:
+            return token
     return None
 
 

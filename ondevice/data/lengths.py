@@ -12,6 +12,7 @@ import numpy as np
 from ondevice.data.batching import round_up
 from ondevice.data.encode import Encoder
 from ondevice.data.examples import Item
+from ondevice.data.pictures import MOST_TOKENS
 from ondevice.data.reading import Reading, about, each_row
 from ondevice.data.rows import Row, Rows
 
@@ -31,17 +32,37 @@ _UNCUT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class RowSizes:
+    """What a plan's time needs of a file's rows.
+
+    Attributes:
+        tokens: of each row that was measured, ascending.
+        labels: of a row, on average: tokens that are learned.
+    """
+
+    tokens: tuple[int, ...]
+    labels: float
+
+    def longest_of(self, rows: int) -> int:
+        """Return the expected length of the longest of so many rows, in tokens."""
+        share = (np.arange(len(self.tokens) + 1) / len(self.tokens)) ** rows
+        return round(float(np.diff(share) @ np.array(self.tokens)))
+
+
+@dataclass(frozen=True, slots=True)
 class Length:
     """A maximum length in tokens, and a sentence that explains it.
 
     Attributes:
         shorter: the same if memory does not suffice for the longest row; None if there is no
             shorter one.
+        sizes: of the rows to train on.
     """
 
     tokens: int
     note: str
     shorter: Length | None = None
+    sizes: RowSizes | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -52,16 +73,26 @@ class Lengths:
         sample: of all rows, or of rows spread evenly over the file.
         long: of the rows with the most characters, if `sample` has not all.
         rows: in the file.
+        trained: of the examples that are trained, of `sample`; `labels` are their labelled tokens.
     """
 
     sample: list[int] = field(default_factory=list)
     long: list[int] = field(default_factory=list)
     rows: int = 0
+    trained: list[int] = field(default_factory=list)
+    labels: int = 0
 
     @property
     def all(self) -> list[int]:
         """Every length that was measured."""
         return self.sample + self.long
+
+    @property
+    def sizes(self) -> RowSizes | None:
+        """Return the sizes of the rows as they are trained; None if none was measured."""
+        if not self.trained:
+            return None
+        return RowSizes(tuple(sorted(self.trained)), self.labels / len(self.trained))
 
     def percentile(self, percent: int) -> int:
         """Return a length that some row has, so that it holds the percentage that it promises."""
@@ -94,7 +125,8 @@ def length_of(
     measured = [_measure(read, tokenizer, percentile == 100)]
     if held_out is not None:
         measured.append(_measure(held_out, tokenizer, percentile == 100))
-    return choose(measured, about(read).format, percentile, most_tokens)
+    chosen = choose(measured, about(read).format, percentile, most_tokens)
+    return replace(chosen, sizes=measured[0].sizes)
 
 
 def _measure(read: Rows | Reading, tokenizer: Any, every_row: bool) -> Lengths:
@@ -117,16 +149,24 @@ def _measure(read: Rows | Reading, tokenizer: Any, every_row: bool) -> Lengths:
         if rows.format == "text":  # its beginning shows whether it is longer than a window
             row = replace(row, pairs=((row.pairs[0][0], row.pairs[0][1][:_CHARACTERS]),))
         encoder = encoder or Encoder(rows, row, tokenizer, max_length_tokens=_UNCUT)
-        counts = [one.longest for one in encoder.encoded(row) if isinstance(one, Item)]
+        items = [one for one in encoder.encoded(row) if isinstance(one, Item)]
+        counts = [item.longest for item in items]
         if index % step:
             lengths.long += counts
         else:
             lengths.sample += counts
+            lengths.trained += [len(item.example) for item in items]
+            lengths.labels += sum(item.example.trained_tokens for item in items)
     return lengths
 
 
 def _characters(row: Row) -> int:
-    """Return how many characters a row has, roughly: of its longest pair, and of all its turns."""
+    """Return how many characters a row has, roughly: of its longest pair, and of all its turns.
+
+    A picture counts for more than any text.
+    """
+    if row.images:
+        return MOST_TOKENS * len(row.images)
     pairs = max((len(prompt) + len(answer) for prompt, answer in row.pairs), default=0)
     return max(pairs, sum(len(str(turn)) for turn in row.messages or ()))
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ConfigDict
 
+from ondevice.core.config import Documented
 from ondevice.core.session import IGNORE
 from ondevice.core.table import Table
 from ondevice.data.batching import round_up
 from ondevice.data.encode import Encoder
 from ondevice.data.examples import Example, Item, Report, refuse_unread, unknown_token
 from ondevice.data.lengths import length_of
+from ondevice.data.pictures import as_marks
 from ondevice.data.reading import Reading, about, each_row, open_reading
 from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
 
@@ -29,21 +31,24 @@ PERCENTILES = (50, 90, 95, 99)
 _SHOWN_CHARACTERS = 700
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a decoded example; `trained` is True if its tokens are labelled."""
+class Segment(Documented):
+    """A part of a decoded example."""
+
+    model_config = ConfigDict(frozen=True)
 
     text: str
     trained: bool
+    """True if its tokens are trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(Documented):
     """One data file at a glance.
 
     Lengths are in tokens of a row's longest candidate; they count truncated tokens, and rows that
-    are too long. `render()` is for a rich console, `to_dict()` is the output of `--json`.
+    are too long.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     file: str
     format: str
@@ -72,31 +77,30 @@ class Preview:
     labels: dict[str, int]
     examples: tuple[tuple[Segment, ...], ...]
     problems: tuple[RowProblem, ...]
-    example_names: tuple[str, ...] = ()
+    example_names: tuple[str, ...]
     """The role of each example of preferences: chosen, rejected, thumbs up, thumbs down."""
 
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """How the file was understood, if that is not obvious (separator, sheet, columns, length); how
     conversations became sequences; what ends an answer."""
 
-    unread: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int]
     """Columns and keys of turns that nothing reads, with how many rows or turns have them."""
 
-    example_unread: tuple[tuple[str, ...], ...] = ()
+    example_unread: tuple[tuple[str, ...], ...]
     """The columns and keys of each example's row that nothing reads."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types."""
-        return asdict(self)
+        """Return everything, as `--json` prints it."""
+        return self.model_dump()
 
     def render(self) -> RenderableType:
-        """Render the figures, the examples with untrained tokens dimmed, and the problems."""
+        """Render for a rich console the figures, the examples with untrained tokens dimmed, and the problems."""
         from rich.console import Group
 
         parts: list[RenderableType] = [_facts(self)]
         names = self.example_names or ("",) * len(self.examples)
-        unread = self.example_unread or ((),) * len(self.examples)
-        parts += [_panel(*one) for one in zip(count(1), names, self.examples, unread)]
+        parts += [_panel(*one) for one in zip(count(1), names, self.examples, self.example_unread)]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -302,11 +306,11 @@ def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
         if end < len(flags) and flags[end] == flags[begin]:
             continue
         # Decoding from the start keeps the spaces that tokenizers drop at the front of a text.
-        ids = list(example.ids[:end])
+        ids = as_marks(example.ids[:end], tokenizer)
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not text.startswith(shown):  # a character whose bytes lie on both sides
             shown = shown.rstrip("\ufffd")
-        parts.append(Segment(text[len(shown) :], flags[begin]))
+        parts.append(Segment(text=text[len(shown) :], trained=flags[begin]))
         begin, shown = end, text
     return tuple(parts)
 

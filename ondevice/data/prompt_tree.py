@@ -53,6 +53,29 @@ class TreeBatch(NamedTuple):
     owners: np.ndarray
 
 
+def branch_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find each continuation with its prompt as a row of its own.
+
+    Args:
+        branches: int64 [B, T]; see `TreeBatch`.
+
+    Returns:
+        int64 [R, L], each row's tokens by their place in B * T, with any place after its end; and
+        int64 [B, T], a place in R * L of each token, any for padding.
+    """
+    rows = []
+    for first, numbers in zip(range(0, branches.size, branches.shape[1]), branches, strict=True):
+        prompt = numbers == 0
+        for branch in range(1, max(1, int(numbers.max())) + 1):
+            rows.append(first + np.flatnonzero(prompt | (numbers == branch)))
+    apart = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    together = np.zeros(branches.size, dtype=np.int64)
+    for number, row in enumerate(rows):
+        apart[number, : len(row)] = row
+        together[row] = number * apart.shape[1] + np.arange(len(row))
+    return apart, together.reshape(branches.shape)
+
+
 def prompt_tree(examples: Sequence[Example]) -> PromptTree:
     """Find what examples of at least one token begin with."""
     inputs = [example.ids[:-1] for example in examples]

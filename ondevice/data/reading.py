@@ -17,7 +17,7 @@ from ondevice.data.encode import encode
 from ondevice.data.examples import Dataset, refuse_preferences
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
-from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, needs_memory
 from ondevice.data.rows import BadRow, Fields, Format, Row, RowProblem, Rows
 from ondevice.data.tasks.columns import advise_task, no_column, no_format, renaming
 from ondevice.data.tasks.formats import converter, fits, infer, labels_of
@@ -83,12 +83,7 @@ def rows_of(
     reading = Reading(
         lambda: Source(source.kind, iter(records), source.notes), name, chosen, columns, labels
     )
-    problems: list[RowProblem] = []
-    items = list(reading.rows(problems.append))
-    problems.sort(key=lambda problem: (problem.file, problem.line))
-    if not items and not allow_empty:
-        raise _no_rows(name, problems)
-    return reading.with_items(items, problems)
+    return reading.read(allow_empty)
 
 
 def named_task(task: str | None, path: str | Path) -> Task | None:
@@ -318,6 +313,18 @@ class Reading:
                 yield row
             except BadRow as bad:
                 problem(RowProblem(file or self.name, line, bad.field, bad.reason))
+
+    def read(self, allow_empty: bool = False) -> Rows:
+        """Return every row, as `read_rows` does."""
+        problems: list[RowProblem] = []
+        try:
+            items = list(self.rows(problems.append))
+        except MemoryError as error:
+            raise needs_memory(self.name) from error.with_traceback(None)
+        problems.sort(key=lambda problem: (problem.file, problem.line))
+        if not items and not allow_empty:
+            raise _no_rows(self.name, problems)
+        return self.with_items(items, problems)
 
     def with_items(self, items: list[Row], problems: list[RowProblem]) -> Rows:
         """Return some rows of this file, with the properties that all of them share."""

@@ -6,7 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 Format = Literal[
     "chat", "instruct", "completion", "text", "classification",
@@ -46,10 +48,10 @@ class AnswerTooLong(BadRow):
 
 @dataclass(frozen=True, slots=True)
 class RowProblem:
-    """One row that was left out. `line` counts from 1; it is 0 if no single line is at fault."""
+    """A row that cannot be used."""
 
     file: str
-    line: int
+    line: Annotated[int, Field(description="From 1; 0 if no single line is at fault.")]
     field: str
     reason: str
 
@@ -106,6 +108,9 @@ class Row:
 
     value: float | None = None
     """The target of a regression row."""
+
+    images: tuple[Any, ...] = ()
+    """Pictures of the turns, as the file has them: paths, or bytes; `pictures.MARK` is their place."""
 
     rest: Mapping[str, Any] = field(default_factory=dict)
     """Columns that the format does not read; a chat template may read some of them. Only rows with

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.near import nearest_value
+from ondevice.models.text_model import with_text_names
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -28,6 +29,7 @@ class Request:
         dtype: of the written weights; empty for a form without a choice, or for the base's own.
         out: its final path, for errors and texts; `Form.write` gets the path to write to.
         task: what the adapter was trained to do; None if its folder has no record.
+        text: the base is a checkpoint's language model, if it has one.
     """
 
     adapter: Adapter
@@ -37,6 +39,7 @@ class Request:
     dtype: str
     out: Path
     task: TrainedTask | None = None
+    text: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Form:
         max_rank: the largest rank that the reader takes; None for no limit.
         experts: it takes pairs for experts' matrices.
         check: refuse a model of which there is no such form, from its configuration and tokenizer.
+        whole: a checkpoint that also reads images stays whole; else only its language model is
+            written, as a model of text.
     """
 
     name: str
@@ -93,6 +98,13 @@ class Form:
     max_rank: int | None = None
     experts: bool = False
     check: Callable[[Request], None] = takes_all
+    whole: bool = False
+
+    def request(self, request: Request) -> Request:
+        """Return the request to this form: an adapter under the names that its base has there."""
+        if self.whole:
+            return request
+        return replace(request, adapter=with_text_names(request.adapter), text=True)
 
 
 def form_names() -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from ondevice.core.untrusted import read_object
 from ondevice.exits.base import Checked, Request
 from ondevice.models import LoadedModel, load_model
 from ondevice.models.sources.resolve import TINY_PREFIX, read_config, resolve
+from ondevice.models.text_model import text_model
 from ondevice.nn.adapters import adapted, apply_adapter, fuse_in_place
 from ondevice.training.fuse import PROMPTS, distance, prompt_logits
 
@@ -88,7 +89,10 @@ def open_base(request: Request) -> LoadedModel:
     """Load the base model in float32 on the CPU."""
     assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
     _log.info("loading %s", request.model)
-    return load_model(request.model, revision=request.revision, dtype="float32")
+    loaded = load_model(request.model, revision=request.revision, dtype="float32")
+    if request.text:
+        return text_model(loaded)
+    return loaded
 
 
 def merge(request: Request) -> Merge:

@@ -23,7 +23,7 @@ from ondevice.core.near import nearest_value
 from ondevice.data.tasks.trained import read_trained_task
 from ondevice.exits.base import Form, Request, form_names, form_of
 from ondevice.exits.task import write_texts
-from ondevice.models import read_dims
+from ondevice.models import check_files, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources.resolve import TINY_PREFIX, resolve
 from ondevice.training.trained import adapter_folder, check_base, task_of_adapter
@@ -128,13 +128,15 @@ def convert(
     with storage_errors(target):  # llama.cpp is asked by a file in the temporary folder
         _check_form(form, request)
     if dry_run:
+        if asked is not None:
+            check_files(asked, revision)
         return report
     _log.info("writing %s for %s", target, form.reader)
     place = (
         atomic_file(target) if form.marker is None else atomic_directory(target, marker=form.marker)
     )
     with place as partial:
-        checked = form.write(request, partial)
+        checked = form.write(form.request(request), partial)
         if form.marker is not None:
             write_texts(partial, form.name, task)
         size = sum(path.stat().st_size for path in [partial, *partial.rglob("*")] if path.is_file())
@@ -152,7 +154,7 @@ def convert(
 def _check_form(form: Form, request: Request) -> None:
     """Refuse a model of which there is no such form; the hint names forms that there are."""
     try:
-        form.check(request)
+        form.check(form.request(request))
     except MissingPackageError:
         raise
     except OndeviceError as error:
@@ -166,7 +168,7 @@ def _takes(name: str, request: Request) -> bool:
     try:
         _check_adapter(form, request.adapter, request.folder)
         if request.model is not None:
-            form.check(replace(request, dtype=_dtype(form, None)))
+            form.check(form.request(replace(request, dtype=_dtype(form, None))))
     except OndeviceError:
         return False
     return request.model is not None or not form.needs_model
@@ -190,7 +192,8 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     dims = read_dims(model, revision)
     # A family that is not described here has other names in its files: a layer is then known by
     # its position in a block.
-    stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
+    family = family_for(dims.family, model)
+    stored = {} if dims.whole else family.weight_shapes(dims)
     listed = (*dims.linear_list, *dims.expert_list)
     places = {
         f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in listed
@@ -214,6 +217,8 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
             if linear in experts
             else stored.get(f"{linear}.weight")
         )
+        if shape and family.stores_inputs_first:
+            shape = shape[::-1]
         if dims.whole:
             shape = next(
                 (size for place, size in places.items() if linear.endswith(f".{place}")), None

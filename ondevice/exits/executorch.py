@@ -12,8 +12,8 @@ from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError, VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import KEPT, merge
-from ondevice.models import read_dims
 from ondevice.models.save import save_tokenizer
+from ondevice.models.text_model import text_dims
 from ondevice.training.fuse import PROMPTS, distance
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ def check(request: Request) -> None:
     """Refuse a model whose blocks the program cannot compute with ModelError."""
     from ondevice.exporters.executorch.answer_model import problems
 
-    dims = read_dims(str(request.model), request.revision)
+    dims, _ = text_dims(str(request.model), request.revision)
     if found := problems(dims, _context(request)):
         raise ModelError("; ".join(found))
 
 
 def _context(request: Request) -> int:
-    dims = read_dims(str(request.model), request.revision)
+    dims, _ = text_dims(str(request.model), request.revision)
     return min(CONTEXT_TOKENS, dims.max_positions or CONTEXT_TOKENS)
 
 

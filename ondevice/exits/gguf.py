@@ -27,14 +27,14 @@ from ondevice.exits.check import Rounding, check_merged, merge
 from ondevice.exits.gguf_text import Reading, reading_of, refusal, text_sent
 from ondevice.exits.task import date_notes
 from ondevice.gguf.config import check_writable, rope_divisors, write_config
-from ondevice.gguf.names import architecture_of, gguf_parts, to_gguf
+from ondevice.gguf.names import architecture_of, from_gguf, gguf_parts, gguf_shape, to_gguf
 from ondevice.gguf.read import stored_weight
 from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
 from ondevice.gguf.write_tokenizer import ENDS, split_ends, write_tokenizer
-from ondevice.models import load_tokenizer, read_dims
-from ondevice.models.registry import family_for
+from ondevice.models import load_tokenizer
 from ondevice.models.sources.cache import RECORD_NAME
+from ondevice.models.text_model import text_dims
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -55,12 +55,15 @@ ROUNDINGS = {
 step is 2**-25."""
 OFFSET_ROUNDING = Rounding(2.0**-21)
 """Of a norm's weight, to which a constant is added, and from which it is taken again."""
+FUNCTION_ROUNDING = Rounding(2.0**-21, floor=2.0**-21)
+"""Of numbers that a file has a function of: of the exponential of one near 0, its last bit."""
 UNASKED = (
     "llama.cpp itself did not read the file, because the package xllamacpp is not installed: its"
     " tokens were checked with a model of its rules"
 )
-_HEADS = ("token_embd.weight", "output.weight")
-_ROUTER = "ffn_gate_inp"
+_HEADS = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
+_FLOAT32 = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+"""Parts of the names of matrices that stay in float32: a router's, a convolution's."""
 
 
 def write(request: Request, path: Path) -> Checked:
@@ -92,14 +95,14 @@ def write(request: Request, path: Path) -> Checked:
     plan = {
         part: (shape, _dtype(part, shape, request.dtype))
         for name, parts in names.items()
-        for part, shape in zip(parts, _shapes(tuple(state[name].shape), len(parts)))
+        for part, shape in zip(parts, _shapes(gguf_shape(tuple(state[name].shape)), len(parts)))
     }
     plan |= {name: (value.shape, "float32") for name, value in divisors.items()}
 
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
-            arrays = [value]
+            arrays = [value.reshape(gguf_shape(value.shape))]
             if len(parts) > 1:
                 arrays = np.split(value, len(parts), axis=1)
             for part, array in zip(parts, arrays):
@@ -116,6 +119,7 @@ def write(request: Request, path: Path) -> Checked:
     }
     if dims.traits.norm_offset:
         limits |= {name: OFFSET_ROUNDING for name in names if state[name].ndim == 1}
+    limits |= {name: FUNCTION_ROUNDING for name in names if family.gguf_function(name)}
     _check_stored(path, plan, divisors, request)
     checked = check_merged(request, merged, _read(path, family, dims, names), limits, kept)
     notes = (
@@ -135,8 +139,8 @@ def check(request: Request) -> None:
 
 def check_model(model: str, revision: str | None) -> None:
     """Check that a merged GGUF file can describe a model; ModelError if not. No weight is read."""
-    dims = read_dims(model, revision)
-    check_writable(family_for(dims.family, model), dims, model)
+    dims, family = text_dims(model, revision)
+    check_writable(family, dims, model)
 
 
 def check_texts(request: Request) -> Reading:
@@ -147,7 +151,7 @@ def check_texts(request: Request) -> Reading:
     """
     model = str(request.model)
     tokenizer = load_tokenizer(model, request.revision)
-    rows = read_dims(model, request.revision).vocab
+    rows = text_dims(model, request.revision)[0].vocab
     return reading_of(tokenizer, request.task, rows, request.out.stem, model)
 
 
@@ -240,7 +244,7 @@ def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: s
 def _dtype(name: str, shape: tuple[int, ...], requested: str) -> str:
     """Return a tensor's type: vectors and routers in float32, rows of incomplete quantisation
     blocks in float16."""
-    if len(shape) < 2 or _ROUTER in name or requested == "float32":
+    if len(shape) < 2 or requested == "float32" or any(part in name for part in _FLOAT32):
         return "float32"
     if requested == "float16" or shape[-1] % BLOCK:
         return "float16"
@@ -264,7 +268,7 @@ def _read(
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, parts in names.items():
         if all(part in tensors for part in parts):
-            yield name, family.gguf_tensor(name, stored_weight(tensors, parts, path), dims)
+            yield name, from_gguf(family, name, stored_weight(tensors, parts, path), dims)
 
 
 def _check_stored(
@@ -316,6 +320,9 @@ def _kept(
         if dtype == "float32":
             return 1.0
         kind = ggml_type(dtype)
+        columns = family.gguf_columns(weight, dims)
+        if columns is not None:
+            a = a[:, columns]
         change = to_gguf(
             family, weight, adapter.alpha / adapter.rank * (b @ a), dims, is_weight=False
         )

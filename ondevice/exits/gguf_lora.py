@@ -22,15 +22,13 @@ from ondevice.exits.check import check_adapter
 from ondevice.gguf.names import architecture_of, gguf_names, to_gguf
 from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import write_gguf
-from ondevice.models import read_dims
 from ondevice.models.families.base import Family
-from ondevice.models.registry import family_for
+from ondevice.models.text_model import text_dims
 
 
 def check(request: Request) -> None:
     """Refuse a model without an architecture in GGUF files with ModelError."""
-    dims = read_dims(str(request.model), request.revision)
-    family = family_for(dims.family, str(request.model))
+    dims, family = text_dims(str(request.model), request.revision)
     gguf_names(
         dims,
         [f"{linear}.weight" for linear in request.adapter.linears],
@@ -44,8 +42,7 @@ def write(request: Request, path: Path) -> Checked:
     from gguf import GGUFType, GGUFWriter, Keys
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
-    dims = read_dims(request.model, request.revision)
-    family = family_for(dims.family, request.model)
+    dims, family = text_dims(request.model, request.revision)
     architecture = architecture_of(family, dims)
     weights = [f"{linear}.weight" for linear in request.adapter.linears]
     names = gguf_names(dims, weights, architecture)
@@ -62,7 +59,8 @@ def write(request: Request, path: Path) -> Checked:
     for linear in request.adapter.linears:
         a, b = request.adapter.pair(linear)
         weight = f"{linear}.weight"
-        tensors[f"{names[weight]}.lora_a"] = a
+        columns = family.gguf_columns(weight, dims)
+        tensors[f"{names[weight]}.lora_a"] = a if columns is None else a[:, columns]
         tensors[f"{names[weight]}.lora_b"] = to_gguf(family, weight, b, dims, is_weight=False)
     plan = {name: (value.shape, "float32") for name, value in tensors.items()}
     with storage_errors(request.out):
@@ -88,7 +86,8 @@ def read(
             raise VerificationError(
                 f"{request.out}: read back, the file has no {name}; nothing was written"
             )
-        tensors[f"{linear}.lora_A.weight"] = a
+        columns = family.gguf_columns(weight, dims)
+        tensors[f"{linear}.lora_A.weight"] = a if columns is None else a[:, np.argsort(columns)]
         tensors[f"{linear}.lora_B.weight"] = family.gguf_tensor(weight, b, dims)
     rank = tensors[next(iter(tensors))].shape[0]
     value = float("nan") if alpha is None else float(alpha.contents())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ from ondevice.artifact.files import storage_errors, write_tensors
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import Rounding, check_merged, merge
-from ondevice.models import read_dims
 from ondevice.models.save import FILE_NAME, save_description
+from ondevice.models.text_model import text_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +26,32 @@ PARTS = ("weight", "scales", "biases")
 
 
 def check(request: Request) -> None:
-    """Refuse a mixture of experts with ModelError."""
-    dims = read_dims(str(request.model), request.revision)
+    """Refuse a mixture of experts, GPT-2, and a type that mlx-lm lacks, with ModelError."""
+    dims, family = text_dims(str(request.model), request.revision)
     if dims.experts:
         raise ModelError(f"a mixture of experts ({dims.family}) has no packed MLX form here")
+    if dims.whole:
+        raise dims.unknown("mlx-model")
+    if family.stores_inputs_first:
+        raise ModelError(
+            f"{dims.family} models have no packed MLX form here: mlx-lm names their weights otherwise"
+        )
     _mlx()
+    check_type(dims.family)
+
+
+def check_type(model_type: str) -> None:
+    """Refuse a model of a type that the installed mlx-lm does not read, with ModelError."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    name = MODEL_REMAPPING.get(model_type, model_type)
+    if importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
+        raise ModelError(
+            f"the installed mlx-lm has no models of type {model_type}",
+            expected="a type that it reads",
+            received=model_type,
+            hint="--to gguf or --to safetensors",
+        )
 
 
 def write(request: Request, folder: Path) -> Checked:
@@ -62,6 +84,7 @@ def write(request: Request, folder: Path) -> Checked:
             for key, value in (config.get("rope_parameters") or {}).items()
             if key == "rope_theta"
         }
+        config |= loaded.family.mlx_lm_fields(loaded.dims)
         config |= {"quantization": {"group_size": GROUP, "bits": bits}}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(folder / FILE_NAME, tensors)
@@ -121,7 +144,10 @@ def _read(mx: Any, folder: Path, names: list[str], bits: int) -> Iterator[tuple[
         if all(part is not None for part in parts):
             yield name, _unpack(mx, parts, bits)
         elif parts[0] is not None:
-            yield name, _as_float32(mx, parts[0])
+            value = _as_float32(mx, parts[0])
+            if value.ndim == 3:  # a convolution: MLX has the taps before the channels
+                value = value.transpose(0, 2, 1)
+            yield name, value
     for name, value in stored.items():  # which the comparison refuses
         yield name, _as_float32(mx, value)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.core.version import own_version
+from ondevice.core.process import own_version
 from ondevice.data.tasks.chat_template import CLOCK, ChatTemplate, apply_template, end_marks
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask
 from ondevice.exits import gguf

@@ -15,4 +15,4 @@ def write(request: Request, folder: Path) -> Checked:
     return check_adapter(request, load_adapter(folder))
 
 
-FORM = Form("peft", "PEFT", write, marker=CONFIG_NAME, needs_model=False, experts=True)
+FORM = Form("peft", "PEFT", write, marker=CONFIG_NAME, needs_model=False, experts=True, whole=True)

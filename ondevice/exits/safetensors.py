@@ -32,4 +32,5 @@ FORM = Form(
     dtypes=("", *DTYPES),
     merged=True,
     experts=True,
+    whole=True,
 )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ondevice.artifact.adapter import CONFIG_NAME, load_adapter, save_adapter
 from ondevice.artifact.files import atomic_write
-from ondevice.core.errors import ConfigError
+from ondevice.artifact.mlx_lm_files import GPT2_BLOCKS
+from ondevice.core.errors import ConfigError, ModelError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter, refuse_own_head
 from ondevice.models.sources import resolve as sources
@@ -17,6 +18,13 @@ from ondevice.models.sources import resolve as sources
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `--max-lora-rank` takes; an adapter may have any rank up to it."""
 COMMAND_NAME = "serve.sh"
+
+
+def check(request: Request) -> None:
+    """Refuse GPT-2, whose layers vLLM gives no adapter, with ModelError."""
+    linear = request.adapter.linears[0]
+    if linear.startswith(GPT2_BLOCKS):
+        raise ModelError("vLLM takes no LoRA adapter of a GPT-2 model", received=linear)
 
 
 def write(request: Request, folder: Path) -> Checked:
@@ -82,4 +90,4 @@ def _check_rules(folder: Path) -> None:
             )
 
 
-FORM = Form("vllm", "vLLM", write, marker=CONFIG_NAME, max_rank=RANKS[-1])
+FORM = Form("vllm", "vLLM", write, marker=CONFIG_NAME, max_rank=RANKS[-1], check=check, whole=True)

@@ -75,12 +75,9 @@ class SlowPost(Post):
 
 
 def simulate_with_flower(
-    config: FleetRun, *, resume: bool = False, overwrite: bool = False, processors: float = 1.0
+    config: FleetRun, *, resume: bool = False, overwrite: bool = False
 ) -> Simulated:
     """Run a fleet of numbers in Flower's engine; its folder is `config.train.out`.
-
-    Args:
-        processors: of an actor, as Ray counts them.
 
     Returns:
         what `simulate` gives; `hashes_equal` is of what the devices themselves said.
@@ -141,7 +138,7 @@ def simulate_with_flower(
                 errors.append(error)
                 raise
 
-        resources = {"client_resources": {"num_cpus": processors, "num_gpus": 0.0}}
+        resources = {"client_resources": {"num_cpus": 1.0, "num_gpus": 0.0}}
         with contextlib.redirect_stdout(sys.stderr):  # a command's own output is its result
             try:
                 run_simulation(

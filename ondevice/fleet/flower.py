@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ondevice.artifact.files import atomic_write, private
-from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.core.process import python_command
 from ondevice.fleet.certificates import CERTIFICATES, device_key
 from ondevice.fleet.confine import shed
 from ondevice.fleet.device import DeviceSettings, answering

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,14 +156,11 @@ def checked(event: Event, charter: Charter) -> Event:
     return event
 
 
-def replay(
-    log: FleetLog, *, rounds: int | None = None, on_round: Callable[[int], None] = lambda n: None
-) -> State:
+def replay(log: FleetLog, *, rounds: int | None = None) -> State:
     """Return the state after the log's events: no model, no data, no forward pass.
 
     Args:
         rounds: only the first so many events; None for all.
-        on_round: called with the number of events applied.
 
     Raises:
         FleetError: the log has fewer rounds, or a state differs from the server's.
@@ -172,5 +169,4 @@ def replay(
     events = log.events_until(rounds)
     for place, event in enumerate(events, 1):
         state.apply(event, check=place % CHECK_EVERY == 0 or place == len(events))
-        on_round(place)
     return state

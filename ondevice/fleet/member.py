@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ondevice.fleet.agreement import Agreement
     from ondevice.fleet.charter import Charter
     from ondevice.fleet.frozen import Frozen, Space
-    from ondevice.fleet.state import State
 
 
 def vector_name(session: Session, size: int) -> str:
@@ -76,7 +75,6 @@ class Member:
         session: opened with the fleet's model, method and seed; any runtime.
         batches: the device's own rows.
         device: the device's number.
-        state: its position in the log; the beginning by default.
         noise: draws the privacy noise; the operating system's entropy by default.
         space: of the session, if the fleet's subspaces are given; members of one session share it.
 
@@ -90,7 +88,6 @@ class Member:
         session: Session,
         batches: Batches,
         device: int,
-        state: State | None = None,
         noise: np.random.Generator | None = None,
         space: Space | None = None,
     ) -> None:
@@ -98,7 +95,7 @@ class Member:
         self.session = session
         self.batches = batches
         self.device = device
-        self.state = charter.state() if state is None else state
+        self.state = charter.state()
         self.noise = noise or np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
         self.name = vector_name(session, charter.session_size)
         self.space = space

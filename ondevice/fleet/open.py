@@ -21,11 +21,14 @@ from ondevice.models import load_model
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
-from ondevice.planning.devices import place
-from ondevice.training.fit import RunRows, read_rows_of, vocabulary_of
-from ondevice.training.identity import DATE
-from ondevice.training.length import with_length
-from ondevice.training.loop import Options
+from ondevice.training.choices import place
+from ondevice.training.rows import (
+    OpenedRows,
+    RunRows,
+    maximum_length,
+    read_rows_of,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from ondevice.core.method import Placement
@@ -45,22 +48,18 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
         DataError: no row can be used.
     """
     config.check_data()
-    if config.data.max_length_tokens is None:
-        with_tokens, _ = with_length(config, when=config.fleet.date)
-        config = config.model_copy(update={"data": with_tokens.data})
-    length = config.data.max_length_tokens
-    assert length is not None  # noqa: S101  `with_length` has taken it from the rows
+    opened = OpenedRows(config.data)
+    length, _ = maximum_length(config.model, opened, when=config.fleet.date)
+    assert length is not None  # noqa: S101  `check_data` has refused a run without rows
+    config = config.of_length(length)
     loaded, placement = _load(config)
     config = without_date(config, loaded.tokenizer)
-    decided = {}
-    if config.fleet.date is not None:
-        decided[DATE] = config.fleet.date.isoformat()
     rows = read_rows_of(
-        config.data,
+        opened,
         loaded.tokenizer,
         length,
         config.train.seed,
-        options=Options(decided=decided),
+        when=config.fleet.date,
         vocabulary=vocabulary_of(loaded),
     )
     config = config.model_copy(
@@ -91,7 +90,7 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
 
 def _load(config: FleetRun) -> tuple[Any, Placement]:
     """Load the model of a run file on its device."""
-    placement = place(config)
+    placement = place(config.method, config.train, config.model.device)
     device = placement.spec.load_device(config.method, placement.device)
     source = config.model
     return load_model(

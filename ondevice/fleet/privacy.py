@@ -42,13 +42,13 @@ def epsilon(noise_multiplier: float, answers: int, delta: float = DELTA) -> floa
     return float(accountant.get_epsilon(delta))
 
 
-def bound(noise_multiplier: float, answers: int, delta: float = DELTA) -> float:
+def bound(noise_multiplier: float, answers: int) -> float:
     """Return `epsilon`, or an upper bound if its accountant is not installed.
 
     A Gaussian mechanism of a multiplier z has 1/(2 z^2) of zero-concentrated differential privacy,
     and replies add up; the bound in epsilon is Bun and Steinke, 2016, proposition 1.3."""
     try:
-        return epsilon(noise_multiplier, answers, delta)
+        return epsilon(noise_multiplier, answers)
     except MissingPackageError:
         rho = answers * 2 / noise_multiplier**2
-        return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+        return rho + 2 * math.sqrt(rho * math.log(1 / DELTA))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.fleet.config import Attack, FleetRun
     from ondevice.fleet.state import State
-    from ondevice.training.fit import RunRows
+    from ondevice.training.rows import RunRows
 
 
 @dataclass(frozen=True)

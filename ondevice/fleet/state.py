@@ -50,7 +50,6 @@ class State:
         noise: `rademacher` or `gaussian`.
         queries: directions a step.
         momentum: in 1/256; 0 keeps no velocity.
-        start: float32 [size], the adapter that all begin from; None is zeros.
         steps: if the optimizer is Adam; None for plain steps.
 
     Attributes:
@@ -70,7 +69,6 @@ class State:
         noise: str,
         queries: int,
         momentum: int = 0,
-        start: np.ndarray | None = None,
         steps: Steps | None = None,
     ) -> None:
         self.size = size
@@ -78,7 +76,7 @@ class State:
         self.noise = noise
         self.queries = queries
         self.momentum = momentum
-        self.vector = np.zeros(size, dtype=np.int64) if start is None else to_units(start)
+        self.vector = np.zeros(size, dtype=np.int64)
         self.velocity = np.zeros(size if momentum else 0, dtype=np.int64)
         self.steps = steps
         self.moments = None

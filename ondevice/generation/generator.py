@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.adapter import Adapter, load_adapter
+from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ConfigError
 from ondevice.generation.prompt import Messages, model_end_tokens, prompt_ids
-from ondevice.generation.sample import Token, draw
+from ondevice.generation.sample import Token, TokenModel, draw
 from ondevice.generation.text import Ending, parts
 from ondevice.generation.torch_model import TorchModel
 
@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 4
 """Most stop texts, as in the daemon's API."""
-
-
-class TokenModel(Protocol):
-    """What predicts the next token: a model in PyTorch, or a program in its runtime. It remembers
-    the tokens it has read.
-
-    Attributes:
-        context_tokens: most tokens of a prompt and its text; 0 for no limit.
-    """
-
-    context_tokens: int
-
-    def feed(self, ids: Sequence[int]) -> Any:
-        """Read the next tokens; return the logits of the one after them, float32 [vocab]."""
-
-    def rewind(self, tokens: int) -> int:
-        """Forget all but the first `tokens` tokens, or more; return how many are remembered."""
-        ...
-
-    def use(self, adapter: Adapter | None) -> None:
-        """Change the adapter, and forget what was read; ArtifactError if it does not fit."""
 
 
 class Generator:
@@ -112,7 +91,7 @@ class Generator:
         self.ending = Ending()
         ids = prompt_ids(self.tokenizer, prompt, self.source)
         tokens = self.tokens(
-            ids, max_new_tokens=self._room(len(ids), max_new_tokens), temperature=temperature,
+            ids, max_new_tokens=self.room(len(ids), max_new_tokens), temperature=temperature,
             top_p=top_p, seed=seed,
         )  # fmt: skip
         for part in parts(tokens, self.tokenizer, stop, self.ending):
@@ -128,7 +107,7 @@ class Generator:
         self._read += ids
         return logits
 
-    def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
+    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many tokens fit, at least one: the last one drawn is not read."""
         context = self.model.context_tokens
         if not context:

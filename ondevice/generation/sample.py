@@ -6,12 +6,39 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from ondevice.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ondevice.artifact.adapter import Adapter
+
+
+class TokenModel(Protocol):
+    """What predicts the next token: a model in PyTorch, or a program in its runtime. It remembers
+    the tokens it has read.
+
+    Attributes:
+        context_tokens: most tokens of a prompt and its text; 0 for no limit.
+        piece_tokens: most tokens that `feed` reads in one pass.
+    """
+
+    context_tokens: int
+    piece_tokens: int
+
+    def feed(self, ids: Sequence[int]) -> Any:
+        """Read the next tokens; return the logits of the one after them, float32 [vocab]."""
+
+    def rewind(self, tokens: int) -> int:
+        """Forget all but the first `tokens` tokens, or more; return how many are remembered."""
+        ...
+
+    def use(self, adapter: Adapter | None) -> None:
+        """Change the adapter, and forget what was read; ArtifactError if it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +165,55 @@ class Sampler:
             lost = s.presence_penalty + s.frequency_penalty * counts
             logits[list(self._drawn)] -= lost
         return logits
+
+
+class PlainSampler:
+    """Draws from all tokens by one uniform number and without a sort, or takes the likeliest one.
+
+    For many answers at once, in numpy on logits of any framework; it draws other tokens than
+    `Sampler` does with the same seed.
+    """
+
+    def __init__(
+        self, temperature: float, seed: int = 0, ends: frozenset[int] = frozenset()
+    ) -> None:
+        self.temperature = temperature
+        self.ends = ends
+        self._numbers = np.random.default_rng(seed)
+
+    def next(self, logits: Any) -> Token:
+        """Draw the next token from the model's logits, float32 [vocab]."""
+        values = np.asarray(logits, dtype=np.float64)
+        token = int(values.argmax())
+        if self.temperature:
+            sums = np.exp((values - values[token]) / self.temperature).cumsum()
+            number = self._numbers.random() * sums[-1]
+            token = min(int(np.searchsorted(sums, number, side="right")), len(sums) - 1)
+        return Token(token, None, ends=token in self.ends)
+
+
+def answers_of(
+    model: TokenModel, prompt: Sequence[int], samplers: Sequence[PlainSampler], most_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of each sampler's answer to one prompt, which is read once if the model
+    can go back to its end."""
+    model.rewind(0)
+    read = model.feed(prompt)
+    answers = []
+    for number, sampler in enumerate(samplers):
+        logits = read
+        if number and (start := model.rewind(len(prompt))) < len(prompt):
+            logits = model.feed(prompt[start:])
+        drawn: list[int] = []
+        while len(drawn) < most_tokens:
+            if drawn:
+                logits = model.feed(drawn[-1:])
+            token = sampler.next(logits)
+            drawn.append(token.id)
+            if token.ends:
+                break
+        answers.append(drawn)
+    return answers
 
 
 def draw(

@@ -1,5 +1,6 @@
 """Keys and values of several texts for one pass of a model: each text has a slot, from its first
-token on the left.
+token on the left. A layer that convolves keeps a slot's last tokens instead, and one with a delta
+rule its state as well.
 
 A pass gives every text one token. Its keys and values go to the slot's next place; a query sees its
 own slot's tokens, and those within the layer's window. The rest of a slot is masked, so the others
@@ -15,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ondevice.models import LoadedModel
@@ -23,6 +29,8 @@ from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.base import ROPE_TYPES
 
 ATTENTION = "ondevice_slots"
+CONV = "conv"
+RECURRENT = "recurrent"
 GROWTH_TOKENS = 256
 PADDED_ROWS = 8
 PADDED_DEVICES = ("cuda",)
@@ -31,12 +39,14 @@ row takes as long there."""
 
 
 def can_share(loaded: LoadedModel) -> bool:
-    """Return True if texts can share a pass: a known family, whose positions need no other text."""
+    """Return True if texts can share a pass: a known family, whose positions need no other text,
+    and whose layers each have a cache."""
     config = loaded.model.config
     is_known = not isinstance(loaded.family, AnyDecoder) and loaded.dims.rope_type in (
         *ROPE_TYPES,
         "none",
     )
+    is_known = is_known and not loaded.dims.traits.key_layers
     return is_known and config._attn_implementation == "sdpa" and not loaded.dims.classes
 
 
@@ -47,9 +57,14 @@ class Slots(Cache):
         super().__init__(layers=[DynamicLayer() for _ in range(layers)])
         self.lengths: list[int] = []
         """Tokens in each slot."""
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        """Of each layer, [slots, heads, places, width]."""
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        """Of each layer that attends, [slots, heads, places, width]."""
+        self._states: dict[tuple[str, int], Tensor] = {}
+        """Of each layer that convolves, its last tokens (`CONV`): [slots, width, taps]; of one with
+        a delta rule also the state of its heads (`RECURRENT`): [slots, heads, key, value]."""
+        self._passing: dict[tuple[str, int], Tensor] = {}
+        """These with rows for what pads the pass, which the model changes."""
         self._windows = [0] * layers
         self._room = 0
         """Places of each slot."""
@@ -61,17 +76,17 @@ class Slots(Cache):
         """Add the cache of one text as the last slot."""
         length = cache.get_seq_length()
         self._make_room(length + 1)
-        keys, values = [], []
         for number, layer in enumerate(cache.layers):
             own: Any = layer
+            if isinstance(layer, LinearAttentionLayer):
+                _append(self._states, (CONV, number), own.conv_states[0])
+                if own.is_recurrent_states_initialized[0]:
+                    _append(self._states, (RECURRENT, number), own.recurrent_states[0])
+                continue
             if isinstance(layer, DynamicSlidingWindowLayer):
                 self._windows[number] = layer.sliding_window
-            keys.append(self._slot(own.keys, length))
-            values.append(self._slot(own.values, length))
-        if self.lengths:
-            keys = [torch.cat(pair) for pair in zip(self._keys, keys, strict=True)]
-            values = [torch.cat(pair) for pair in zip(self._values, values, strict=True)]
-        self._keys, self._values = keys, values
+            _append(self._keys, number, self._slot(own.keys, length))
+            _append(self._values, number, self._slot(own.values, length))
         self.lengths.append(length)
 
     def remove(self, index: int) -> None:
@@ -79,17 +94,23 @@ class Slots(Cache):
         stay = [number for number in range(len(self.lengths)) if number != index]
         del self.lengths[index]
         self._room = min(self._room, _room_for(max(self.lengths, default=0) + 1))
-        self._keys = [keys[stay, :, : self._room] for keys in self._keys]
-        self._values = [values[stay, :, : self._room] for values in self._values]
+        for kept in (self._keys, self._values):
+            kept.update({layer: one[stay, :, : self._room] for layer, one in kept.items()})
+        self._states = {key: state[stay] for key, state in self._states.items()}
 
     @contextmanager
-    def passing(self, config: Any, device: Any) -> Iterator[None]:
-        """Let the model's attention use the slots for one pass, which adds a token to each."""
+    def passing(self, config: Any, device: Any, padding: int) -> Iterator[None]:
+        """Let the model's layers use the slots for one pass, which adds a token to each; `padding`
+        rows belong to no slot."""
         global _slots
         self._make_room(max(self.lengths) + 1)
         places = torch.tensor(self.lengths, device=device)
         self._next = (torch.arange(len(places), device=device), places)
         self._masks = self._masks_of(places)
+        self._passing = {
+            key: torch.cat([state, state.new_zeros(padding, *state.shape[1:])])
+            for key, state in self._states.items()
+        }
         before = config._attn_implementation
         config._attn_implementation = ATTENTION
         _slots = self
@@ -98,7 +119,24 @@ class Slots(Cache):
         finally:
             config._attn_implementation = before
             _slots = None
+        count = len(self.lengths)
+        self._states = {key: state[:count] for key, state in self._passing.items()}
         self.lengths = [length + 1 for length in self.lengths]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return a layer's last tokens of every row of the pass, which the model moves on."""
+        return self._passing[CONV, layer_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return the state of a layer's heads of every row of the pass."""
+        return self._passing[RECURRENT, layer_idx]
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take the state behind the pass's token."""
+        self._passing[RECURRENT, layer_idx] = recurrent_states
+        return recurrent_states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -131,8 +169,8 @@ class Slots(Cache):
             return
         room = _room_for(tokens)
         more = (0, 0, 0, room - self._room)
-        self._keys = [torch.nn.functional.pad(keys, more) for keys in self._keys]
-        self._values = [torch.nn.functional.pad(values, more) for values in self._values]
+        for kept in (self._keys, self._values):
+            kept.update({i: torch.nn.functional.pad(one, more) for i, one in kept.items()})
         self._room = room
 
     def _masks_of(self, last: Tensor) -> dict[int, Tensor]:
@@ -147,6 +185,12 @@ class Slots(Cache):
                 near = seen & (places > last - window)
             masks[window] = near[:, None, None, :]
         return masks
+
+
+def _append(kept: dict[Any, Tensor], key: Any, one: Tensor) -> None:
+    """Add a slot to those of a layer."""
+    slots = [kept[key], one] if key in kept else [one]
+    kept[key] = torch.cat(slots)
 
 
 def _room_for(tokens: int) -> int:
@@ -183,7 +227,7 @@ def share_pass(loaded: LoadedModel, slots: Slots, ids: Sequence[int]) -> Tensor:
         padding = -len(ids) % PADDED_ROWS
     tokens = torch.tensor([*ids, *[0] * padding], device=device)[:, None]
     positions = torch.tensor([*slots.lengths, *[0] * padding], device=device)[:, None]
-    with torch.no_grad(), slots.passing(model.config, device):
+    with torch.no_grad(), slots.passing(model.config, device, padding):
         output = model(
             tokens, position_ids=positions, past_key_values=slots, use_cache=True, logits_to_keep=1
         )

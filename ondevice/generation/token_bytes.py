@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -52,8 +52,8 @@ class TokenBytes:
             return str(self.tokenizer.decode([number])).encode("utf-8", "replace")
         for rule in self._rules:
             kind = rule["type"]
-            if kind == "ByteLevel" and all(letter in _LETTERS for letter in piece):
-                return bytes(_LETTERS[letter] for letter in piece)
+            if kind == "ByteLevel" and all(letter in _letters() for letter in piece):
+                return bytes(_letters()[letter] for letter in piece)
             if kind == "ByteFallback" and (byte := _BYTE.fullmatch(piece)):
                 return bytes([int(byte[1], 16)])
             piece = _decoded(piece, rule)
@@ -93,12 +93,9 @@ def _decoded(piece: str, rule: dict[str, Any]) -> str:
     return piece
 
 
+@cache
 def _letters() -> dict[str, int]:
-    """Return GPT-2's letters for bytes: printable ones stand for themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): byte for byte in plain}
-    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+    """Return the byte of each letter of GPT-2's byte-level alphabet."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_LETTERS = _letters()
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -20,11 +20,13 @@ class TorchModel:
 
     Attributes:
         context_tokens: most positions of the model; 0 for no limit.
+        piece_tokens: the same, because all that `feed` is given is one pass.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.context_tokens = loaded.dims.max_positions
+        self.piece_tokens = self.context_tokens
         self._cache: Any = None
         self._ids: list[int] = []
         self._applied = ExitStack()

@@ -35,13 +35,16 @@ TOKEN_IDS = {
     "pad_token_id": "padding_token_id",
 }
 ARCHITECTURES = (
-    "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3",
+    "gemma3", "gemma4", "granite", "lfm2", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35",
+    "qwen3moe", "smollm3",
 )  # fmt: skip
 """Those whose block the keys here describe in full. An adapter needs only names, and goes with
 every one."""
 SCALINGS = ("linear", "yarn", "longrope")
 """Scalings of the rotary embedding that have keys. Llama 3's is only in the divisors of the
-frequencies."""
+frequencies, and so is `proportional`'s."""
+NOT_TURNED = 1e30
+"""What divides the frequency of a pair that is not rotated."""
 LOW = 1.0
 HIGH = 4.0
 """`low_freq_factor` and `high_freq_factor` of every published Llama 3.1 and later."""
@@ -81,10 +84,11 @@ def read_config(data: Metadata, family: type[GGUFFamily]) -> dict[str, Any]:
         value = data.optional(f"tokenizer.ggml.{stored}")
         if value is not None:
             config[key] = value
+    width = config["head_dim"]  # of layers that see all, if a family has others
     config |= family.gguf_config(data, config)
-    if rotated not in (None, config["head_dim"]) and "partial_rotary_factor" not in config:
+    if rotated not in (None, width) and "partial_rotary_factor" not in config:
         message = f"{data.path}: rotates only part of each head"
-        raise ModelError(message, expected=config["head_dim"], received=rotated)
+        raise ModelError(message, expected=width, received=rotated)
     if data.get("expert_count") and "num_experts" not in config:
         raise ModelError(
             f"{data.path}: is a mixture of experts", expected=f"a dense {family.model_type} model"
@@ -107,7 +111,7 @@ def check_writable(family: type[GGUFFamily], dims: ModelDims, model: str) -> Non
             hint="--to gguf-lora, next to a GGUF file of the base model",
         )
     family.gguf_keys(dims, {})
-    scalings = ("default", "llama3", *SCALINGS)
+    scalings = ("default", "llama3", "proportional", *SCALINGS)
     if dims.rope_type not in scalings:
         raise ModelError(
             f"{model}: scaling of the rotary embedding",
@@ -152,6 +156,8 @@ def write_config(
         name = f"{writer.arch}.{key}"
         if isinstance(value, str):
             writer.add_string(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
         else:
@@ -161,8 +167,15 @@ def write_config(
 def rope_divisors(model: Any, dims: ModelDims) -> dict[str, np.ndarray]:
     """Return what llama.cpp divides each rotary frequency by, float32 [rotated / 2], by tensor.
 
-    Llama 3's scaling has one such tensor, longrope one for short and one for long contexts.
+    Llama 3's scaling has one such tensor, `proportional` one for layers that see all, longrope one
+    for short and one for long contexts.
     """
+    if dims.rope_type == "proportional":
+        rope = model.config.rope_parameters["full_attention"]
+        width = dims.head_width(dims.layers - 1)
+        divisors = np.full(width // 2, NOT_TURNED, np.float32)
+        divisors[: int(rope.get("partial_rotary_factor", 1.0) * width // 2)] = 1.0
+        return {"rope_freqs.weight": divisors}
     if dims.rope_type == "longrope":
         rope = model.config.rope_parameters
         return {
@@ -213,6 +226,9 @@ def _llama3(data: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
     divisors = data.vector("rope_freqs.weight").astype(np.float64)
     width = 2 * len(divisors)
     factor = float(divisors.max())
+    if set(divisors) <= {1.0, float(np.float32(NOT_TURNED))} and factor > 1.0:
+        part = float((divisors == 1.0).mean())
+        return rope | {"rope_type": "proportional", "partial_rotary_factor": part}
     if factor == divisors.min() == 1.0:
         return rope
     wave = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)

@@ -6,10 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from ondevice.core.dims import ModelDims
     from ondevice.gguf.metadata import Metadata
+
+    Numbers = Callable[[np.ndarray], np.ndarray]
 
 
 class GGUFFamily:
@@ -47,6 +51,23 @@ class GGUFFamily:
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
         """Lay out a dequantised GGUF tensor as transformers does; `name` is transformers' name."""
         return weights
+
+    @classmethod
+    def gguf_columns(cls, name: str, dims: ModelDims) -> np.ndarray | None:
+        """Return which of transformers' columns each column of a file's matrix is; None if they
+        are in the same order."""
+        return None
+
+    @classmethod
+    def gguf_function(cls, name: str) -> tuple[Numbers, Numbers] | None:
+        """Return what files have of a tensor's numbers, if it is a function of them, and its
+        inverse."""
+        return None
+
+    @classmethod
+    def gguf_known_as(cls, name: str) -> str:
+        """Return the name of a weight in the tables of the `gguf` package, if it is another."""
+        return name
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:

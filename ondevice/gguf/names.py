@@ -2,7 +2,8 @@
 
 Names come from the tables of the `gguf` package. A layout is told once, by `Family.gguf_tensor`, as
 reading needs it; writing inverts it. It is a permutation of rows, such as the interleaved rotary
-pairs of Llama's q and k, or a constant that llama.cpp adds to the weight of a norm.
+pairs of Llama's q and k, or a constant that llama.cpp adds to the weight of a norm. Permutations of
+columns (`gguf_columns`) and functions of numbers (`gguf_function`) are told by themselves.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def gguf_parts(
         for name in family.weight_shapes(dims)
     }
     parts = [part for names in halves.values() for part in names]
-    found = gguf_names(dims, parts, architecture)
+    known = {part: family.gguf_known_as(part) for part in parts}
+    by_table = gguf_names(dims, list(known.values()), architecture)
+    found = {part: by_table[name] for part, name in known.items()}
     # transformers gives the experts' tensors no suffix.
     for part in parts:
-        if not part.endswith((".weight", ".bias")):
+        if ".experts." in part and not part.endswith(".weight"):
             found[part] += ".weight"
     return {name: tuple(found[part] for part in names) for name, names in halves.items()}
 
@@ -104,6 +107,26 @@ def gguf_names(dims: ModelDims, names: list[str], architecture: str | None) -> d
     return result
 
 
+def gguf_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in a file of a tensor of that shape: [channels, taps] of a convolution's
+    [channels, 1, taps]."""
+    if len(shape) == 3 and shape[1] == 1:
+        return shape[0], shape[2]
+    return shape
+
+
+def from_gguf(
+    family: type[GGUFFamily], name: str, weights: np.ndarray, dims: ModelDims
+) -> np.ndarray:
+    """Lay out a file's tensor as transformers does; `name` is transformers' name of the weight."""
+    columns = family.gguf_columns(name, dims)
+    if columns is not None:
+        weights = weights[:, np.argsort(columns)]
+    weights = family.gguf_tensor(name, weights, dims)
+    functions = family.gguf_function(name)
+    return weights if functions is None else functions[1](weights)
+
+
 def to_gguf(
     family: type[GGUFFamily],
     name: str,
@@ -116,8 +139,14 @@ def to_gguf(
 
     Args:
         weights: [outputs, ...]; B [outputs, rank] of a LoRA adapter follows the rows of its weight.
-        is_weight: False for a change of a weight, which the constant is not subtracted from.
+        is_weight: False for B of an adapter, which no constant is subtracted from, and whose
+            columns are the adapter's.
     """
+    if is_weight and (functions := family.gguf_function(name)):
+        weights = functions[0](weights)
+    columns = family.gguf_columns(name, dims)
+    if is_weight and columns is not None:
+        weights = weights[:, columns]
     rows = weights.shape[0]
     column = (rows, *(1,) * (weights.ndim - 1))
     constant = np.asarray(family.gguf_tensor(name, np.zeros(column), dims))

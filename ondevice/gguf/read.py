@@ -17,7 +17,7 @@ import numpy as np
 
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted.gguf_header import check_gguf
-from ondevice.gguf.names import gguf_package, gguf_parts
+from ondevice.gguf.names import from_gguf, gguf_package, gguf_parts, gguf_shape
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -89,13 +89,13 @@ def write_safetensors(
         file.write(_safetensors_header(shapes))
         for name, shape in shapes.items():
             weights = stored_weight(tensors, parts[name], path)
-            if weights.shape != shape:
+            if weights.shape != gguf_shape(shape):
                 raise ModelError(
                     f"{path}: tensor '{', '.join(parts[name])}'",
                     expected=shape,
                     received=weights.shape,
                 )
-            weights = np.ascontiguousarray(family.gguf_tensor(name, weights, dims), dtype="<f4")
+            weights = np.ascontiguousarray(from_gguf(family, name, weights, dims), dtype="<f4")
             file.write(weights.data)
             advance(weights.nbytes)
 

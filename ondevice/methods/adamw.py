@@ -9,6 +9,7 @@ in `runtime_ops.adam_state`), and its moments are float32. It moves as a float32
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -289,6 +290,10 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
             (nll_R * torch.from_numpy(weights[some]).to(nll_R)).sum().backward()
         self._update(learning_rate)
         return StepResult(loss, (loss,))
+
+    def writing(self) -> AbstractContextManager[LoadedModel]:
+        """Give the model, whose own parameters or layers are trained; see `Writing`."""
+        return nullcontext(self.loaded)
 
     def _update(self, learning_rate: float) -> None:
         """Apply the gradients that were summed up, and drop them."""

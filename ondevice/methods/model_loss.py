@@ -84,10 +84,43 @@ def nll_in_parts(
     return np.concatenate(found).astype(np.float64)
 
 
-class PlainEvaluation:
-    """The evaluation of a model with its own layers: `Session.evaluate`, and `Branching`."""
+class BranchedEvaluation:
+    """`Branching` of a session that computes the hidden states of all tokens at once."""
 
     family: Family
+
+    def branched_hidden(self, ids: Tensor, position_ids: Tensor, branches: Tensor) -> Tensor:
+        """Return the final norm's output [B, T, hidden] of prompts with their continuations."""
+        raise NotImplementedError
+
+    def labels_nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+        """Return each label's negative log likelihood from the hidden state before it, [N]."""
+        raise NotImplementedError
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
+        return self.family.takes_branches(length_tokens)
+
+    @torch.inference_mode()
+    def evaluate_branches(
+        self,
+        ids: np.ndarray,
+        position_ids: np.ndarray,
+        branches: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        device = self.family.head_weight.device
+        arrays = (ids, position_ids, branches, sources, labels)
+        *tree, sources_N, labels_N = (torch.from_numpy(part).to(device) for part in arrays)
+        hidden_ND = self.branched_hidden(*tree).flatten(0, 1)[sources_N]
+        return self.labels_nll(hidden_ND, labels_N).float().cpu().numpy()
+
+
+class PlainEvaluation(BranchedEvaluation):
+    """The evaluation of a model with its own layers: `Session.evaluate`, and `Branching`."""
+
     loss_tiles: int
     answers: tuple[int, ...] = ()
     """The tokens that the loss is over; all of the vocabulary if empty."""
@@ -100,29 +133,13 @@ class PlainEvaluation:
             nll, count = row_nll(self.family, *tokens, self.loss_tiles, self.answers)
         return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
-    def takes_branches(self, length_tokens: int) -> bool:
-        """Return whether the model's sequences can branch; see `Branching.takes_branches`."""
-        return self.family.takes_branches(length_tokens)
+    def branched_hidden(self, ids: Tensor, position_ids: Tensor, branches: Tensor) -> Tensor:
+        """Compute the model's own; see `BranchedEvaluation`."""
+        return self.family.branched_hidden(ids, position_ids, branches)
 
-    def evaluate_branches(
-        self,
-        ids: np.ndarray,
-        position_ids: np.ndarray,
-        branches: np.ndarray,
-        sources: np.ndarray,
-        labels: np.ndarray,
-    ) -> np.ndarray:
-        """Compute the labels' losses; see `Branching.evaluate_branches`."""
-        family = self.family
-        device = family.head_weight.device
-        with torch.inference_mode():
-            tree = (torch.from_numpy(part).to(device) for part in (ids, position_ids, branches))
-            hidden_ND = family.branched_hidden(*tree).flatten(0, 1)[
-                torch.from_numpy(sources).to(device)
-            ]
-            labels_N = torch.from_numpy(labels).to(device)
-            nll_N = method_token_nll(family, hidden_ND, labels_N, self.loss_tiles, self.answers)
-        return nll_N.float().cpu().numpy()
+    def labels_nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+        """Compute the loss of the settings; see `BranchedEvaluation`."""
+        return method_token_nll(self.family, hidden_ND, labels_N, self.loss_tiles, self.answers)
 
 
 @torch.no_grad()

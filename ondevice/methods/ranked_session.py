@@ -15,17 +15,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from ondevice.artifact.files import write_tensors
+from ondevice.artifact.together import make, write_parts
 from ondevice.core.errors import OndeviceError, StorageError, TrainingError
-from ondevice.offload.engine import EngineSession
+from ondevice.models.save import FILE_NAME, as_numpy, not_finite, save_description
+from ondevice.offload.session import EngineSession
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
 
 
 class RankedSession(EngineSession):
-    """One of several ranks."""
+    """One of several ranks: each writes its own shard, of the model into one file, of the state
+    into its own."""
+
+    def make_model(self, folder: Path) -> None:
+        """Make the model's folder, with room for what `write_model` writes on every rank."""
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder / FILE_NAME, *self._described)
+        save_description(folder, self.saved_dtype, self.loaded)
+
+    def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
+        """Write this rank's shard of the weights, out of `arrays` or as they are now.
+
+        Raises:
+            StorageError: rank 0's folder is not visible here, or the disk fails.
+        """
+        try:
+            write_parts(
+                folder / FILE_NAME,
+                *self._described,
+                ((name, at, as_numpy(part)) for name, at, part in self.weight_parts(arrays)),
+            )
+        except OSError as error:
+            raise StorageError(
+                f"rank {self.ranks.rank} cannot write {folder / FILE_NAME}: {error.strerror}",
+                hint="train.out must be in a file system that all hosts of the run share",
+            ) from error
+
+    @property
+    def _described(self) -> tuple[dict[str, tuple[int, ...]], str]:
+        """Shapes of all parameters, and their type in the file."""
+        pieces = (piece for unit in self.engine.units.all for piece in unit.pieces)
+        kind = "BF16" if self.saved_dtype == torch.bfloat16 else "F32"
+        return {piece.name: piece.shape for piece in pieces}, kind
 
     def save_model(self, folder: Path) -> None:
         """Write the trained model as transformers loads it; all ranks together."""
@@ -60,6 +95,11 @@ class Leader(RankedSession):
         """Compute row losses and token counts; every rank computes its rows."""
         self.ranks.calls.broadcast(("evaluate", (ids, labels)))
         return super().evaluate(ids, labels)
+
+    def evaluate_branches(self, *tree: np.ndarray) -> np.ndarray:
+        """Compute the labels' losses; every rank computes its rows."""
+        self.ranks.calls.broadcast(("evaluate_branches", tree))
+        return super().evaluate_branches(*tree)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return this rank's share of the state; the others hold theirs until `save_beside` or
@@ -179,14 +219,14 @@ class Follower(RankedSession):
             self.written(None)
 
     def _write_state(self, folder: Path, state: dict[str, np.ndarray]) -> tuple[str, str]:
-        for name, value in state.items():
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                raise TrainingError(
-                    f"step {self.steps_done - 1} left values in '{name}' that are not numbers",
-                    expected="finite parameters",
-                    received="inf or nan",
-                    hint="a lower learning rate",
-                )
+        name = not_finite(state)
+        if name is not None:
+            raise TrainingError(
+                f"step {self.steps_done - 1} left values in '{name}' that are not numbers",
+                expected="finite parameters",
+                received="inf or nan",
+                hint="a lower learning rate",
+            )
         self.write_model(folder / "model", self.arrays)
         path = folder / f"state-{self.ranks.rank:05d}.safetensors"
         digest = write_tensors(path, state, written=self.written)

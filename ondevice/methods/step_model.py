@@ -47,9 +47,34 @@ def backward_bytes(
     """
     tokens = batch_size * length_tokens
     attention = 2 * (dims.heads + dims.kv_heads) * dims.head_dim
-    norms, mlp = (6, 4) if dims.gated else (4, 5)
-    per_token = norms * dims.hidden + attention + mlp * dims.intermediate + dims.heads
+    norms = 6 if dims.gated else 4
+    mlp = mlp_parts(dims) * dims.intermediate
+    per_token = norms * dims.hidden + attention + mlp + dims.heads
     return dims.layers * tokens * per_token * activation_bytes
+
+
+def mlp_parts(dims: ModelDims) -> int:
+    """Return how often an MLP keeps its wide activation for its backward pass."""
+    return 4 if dims.gated else 5
+
+
+def _pointwise(dims: ModelDims) -> int:
+    """Return the width of the MLP that computes each token by itself: of a mixture, the expert of
+    all tokens."""
+    if dims.experts:
+        return getattr(dims, "shared_intermediate", 0)
+    return dims.intermediate
+
+
+def mlp_again_flops(
+    dims: ModelDims, config: EngineConfig, batch_size: int, length_tokens: int
+) -> float:
+    """Return operations of the forward passes that MLPs in tiles of tokens do once more."""
+    tile = config.mlp_chunk_tokens
+    if tile is None or tile >= length_tokens:
+        return 0.0
+    matrices = (3 if dims.gated else 2) * dims.hidden * _pointwise(dims)
+    return 2.0 * dims.layers * batch_size * length_tokens * matrices
 
 
 def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int, answers: int = 0) -> int:
@@ -90,10 +115,13 @@ def passes_bytes(
         else INPUTS_ON_THE_WAY * tokens
     )
     residual = batch_size * length_tokens * dims.hidden * item
+    block = backward_bytes(dims, rows, length_tokens, item) // dims.layers
+    if config.mlp_chunk_tokens is not None:
+        absent = rows * max(0, length_tokens - config.mlp_chunk_tokens)
+        block -= absent * mlp_parts(dims) * _pointwise(dims) * item
     return {
         "kept inputs": kept * dims.hidden * item,
-        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers
-        + 3 * residual,
+        "activations": block + 3 * residual,
         "logits": min(tokens, config.loss_chunk_tokens) * vocab * (8 + item),
         # Several micro-batches are summed in float32: a layer's, or the head's.
         "sums": 4

@@ -1,7 +1,14 @@
 """Load models; importing this package loads neither torch nor transformers."""
 
 from ondevice.models.families.base import Family
-from ondevice.models.load import LoadedModel, load_model, load_tokenizer, read_dims, tiny_model
+from ondevice.models.load import (
+    LoadedModel,
+    check_files,
+    load_model,
+    load_tokenizer,
+    read_dims,
+    tiny_model,
+)
 from ondevice.models.open import ModelFiles, open_model
 from ondevice.models.registry import families_with, family_classes
 from ondevice.models.save import save_tokenizer
@@ -13,6 +20,7 @@ __all__ = [
     "LoadedModel",
     "ModelFiles",
     "SourceInfo",
+    "check_files",
     "family_classes",
     "families_with",
     "find_cached",

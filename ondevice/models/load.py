@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.core.paths import expanded
+from ondevice.core.process import expanded
+from ondevice.data.pictures import Pictures
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.any_dims import AnyDims
 from ondevice.models.families.base import (
@@ -19,7 +20,14 @@ from ondevice.models.families.base import (
     trait_sentence,
 )
 from ondevice.models.families.classifier import HEAD, has_head
-from ondevice.models.registry import ENCODERS, classifier_for, family_for
+from ondevice.models.families.towers import (
+    auto_class,
+    language_model,
+    text_fields,
+    tower_types,
+)
+from ondevice.models.processor import load_processor
+from ondevice.models.registry import ENCODERS, family_of
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.gguf import read_gguf_dims
@@ -29,6 +37,8 @@ from ondevice.models.tiny import build, tiny_dims, tiny_tokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ondevice.nn.calibrated import Grid
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Precisions that weights are read in."""
@@ -45,6 +55,7 @@ class LoadedModel:
         dims: its sizes.
         family: its blocks by part.
         source: its origin.
+        grids: by a matrix's name, the scales and minima of 4 bits that it lies on.
     """
 
     model: PreTrainedModel
@@ -52,6 +63,7 @@ class LoadedModel:
     dims: ModelDims
     family: Family
     source: SourceInfo
+    grids: dict[str, Grid] = field(default_factory=dict)
 
 
 def load_model(
@@ -110,12 +122,29 @@ def load_model(
     attention = "sdpa"
     if dims.whole:
         attention = None
-    model = _load_weights(folder, torch_dtype, attention, classes or dims.classes, new_head)
+    model = _load_weights(
+        folder, torch_dtype, attention, classes or dims.classes, new_head, config.get("model_type")
+    )
     if has_own_head:  # transformers leaves it untied, but its configuration still says tied
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
     _move(model, torch_device)
     return wrap(model, tokenizer, family, info, dims)
+
+
+def check_files(source: str, revision: str | None = None) -> None:
+    """Check the files of a model that is here, by their headers, as `load_model` does.
+
+    A hub model is checked when it is loaded, since its files may not have been fetched yet.
+
+    Raises:
+        ModelError: a file is missing, truncated or damaged, or does not fit `config.json`.
+    """
+    if source.startswith(TINY_PREFIX) or sources.find_cached(source) is None:
+        return
+    dims, family = dims_and_family(source, revision)
+    folder = folder_of(sources.resolve(source, revision))
+    sources.check_weights(folder, family.weight_shapes(dims))
 
 
 def check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
@@ -149,14 +178,17 @@ def _load_weights(
     attention: str | None,
     classes: int,
     new_head: bool,
+    model_type: object,
 ) -> PreTrainedModel:
     """Load a decoder, or an encoder of `classes`; a new head is always the same random one."""
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoModelForSequenceClassification
     except ImportError:
         raise missing("transformers") from None
-    kind: Any = AutoModelForSequenceClassification if classes else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification
+    if not classes:
+        kind = auto_class(model_type)
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[], enabled=new_head):
             if new_head:
@@ -189,11 +221,27 @@ def _load_weights(
     if new_head:
         absent = [name for name in absent if not name.startswith(HEAD)]
     if absent:
-        received = f"{absent[0]} and {len(absent) - 1} more"
-        raise ModelError(
+        raise _incomplete(folder, model, absent)
+    return model
+
+
+def _incomplete(folder: Path, model: Any, absent: list[str]) -> ModelError:
+    """Build the refusal of weights that lack tensors; it says so if only images or sound need
+    them."""
+    received = f"{absent[0]} and {len(absent) - 1} more"
+    text = {id(parameter) for parameter in language_model(model).parameters()}
+    head = model.get_output_embeddings()
+    if any(id(model.get_parameter_or_buffer(name)) in text for name in absent) or head is None:
+        return ModelError(
             f"{folder}: the weights lack a tensor", received=received, hint="copy the model again"
         )
-    return model
+    kind = model.config.get_text_config(decoder=True).model_type
+    return ModelError(
+        f"{folder}: the weights of the {model.config.model_type} model's other towers are missing",
+        expected="the whole checkpoint, which reads images or sound, too",
+        received=received,
+        hint=f"copy it again, or use a checkpoint of the text model: model_type {kind}",
+    )
 
 
 def _move(model: Any, device: torch.device) -> None:
@@ -243,6 +291,8 @@ def wrap(
         wrapped = AnyDecoder(model, dims.trait) if isinstance(dims, AnyDims) else family(model)
     except UnknownTrait as reason:
         wrapped = AnyDecoder(model, trait_sentence(reason))
+    if isinstance(wrapped, AnyDecoder):
+        wrapped.pictures = getattr(tokenizer, "pictures", None)
     return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
 
 
@@ -275,7 +325,7 @@ def check_model(source: str, revision: str | None = None) -> None:
         read_gguf_dims(expanded(source))
     elif not source.startswith(TINY_PREFIX):
         config, where = sources.config_of(source, revision)
-        family_for(config.get("model_type"), where)
+        family_of(config, where)
 
 
 def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
@@ -285,7 +335,7 @@ def dims_and_family(source: str, revision: str | None) -> tuple[ModelDims, type[
     if source.endswith(".gguf"):
         return read_gguf_dims(expanded(source))
     config, where = sources.config_of(source, revision)
-    family = classifier_for(config) or family_for(config.get("model_type"), where)
+    family = family_of(config, where)
     try:
         return dims_of(family, config, where), family
     except UnknownTrait as reason:
@@ -322,9 +372,12 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
             message, received=f"{type(error).__name__}: {error}", hint="copy it again"
         ) from error
     values = sources.read_config(folder)
-    nested = values.get("text_config")
-    if isinstance(nested, dict):  # of a model that also reads images, its language model's sizes
-        values = values | {key: value for key, value in nested.items() if values.get(key) is None}
+    kind = str(values.get("model_type"))
+    if kind in tower_types():
+        token = values.get("image_token_id", values.get("image_token_index"))
+        shown = Pictures(lambda: load_processor(folder, kind, tokenizer), token)
+        setattr(tokenizer, "pictures", shown)  # noqa: B010
+    values = text_fields(values)
     rows = values.get("vocab_size", 0)
     ends = values.get("eos_token_id")
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]

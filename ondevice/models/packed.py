@@ -54,7 +54,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     packed = {}
     for layer in range(loaded.dims.layers):
-        for target in family.linear_targets:
+        for target in family.targets(layer):
             linear = family.linear(layer, target)
             if isinstance(linear, PackedLinear):
                 packed[family.linear_name(layer, target)] = linear

@@ -14,9 +14,12 @@ from ondevice.models import families
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.base import Family
 from ondevice.models.families.classifier import Classifier
+from ondevice.models.families.towers import tower_types
 
-ENCODERS = ("roberta", "xlm-roberta", "camembert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 """Types of `ondevice.models.families.classifier`, unless they are configured as decoders."""
+_WRITERS = ("LMHeadModel", "ForCausalLM")
+"""How names of classes end that write text."""
 
 
 @cache
@@ -76,11 +79,36 @@ def family_for(model_type: object, where: str) -> type[Family]:
     return family
 
 
-def classifier_for(config: dict[str, Any]) -> type[Family] | None:
-    """Return the family of an encoder for classification, or None, by its `config.json`."""
-    if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
-        return None
-    return Classifier
+def family_of(config: dict[str, Any], where: str) -> type[Family]:
+    """Return the family of a `config.json`: an encoder's for classification, or a decoder's.
+
+    Raises:
+        ModelError: as `family_for`; or it is an encoder for which no head is known.
+    """
+    kind = config.get("model_type")
+    writes = any(str(name).endswith(_WRITERS) for name in config.get("architectures") or ())
+    if config.get("is_decoder") or writes or (isinstance(kind, str) and _family(kind)):
+        return family_for(kind, where)
+    if kind in ENCODERS:
+        return Classifier
+    if kind not in encoder_types():
+        return family_for(kind, where)
+    raise ModelError(
+        f"{where}: {kind} models are encoders, and no classification head is known for them",
+        expected=f"an encoder with --classes ({', '.join(ENCODERS)}), or a decoder",
+        received=f"model_type {kind!r}",
+        hint="choose one of those; is_decoder true in config.json is for a decoder of that type",
+    )
+
+
+@cache
+def encoder_types() -> frozenset[str]:
+    """Return the types that guess hidden words, unless they are configured as decoders."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    except ImportError:
+        return frozenset()
+    return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
 def family_for_gguf(architecture: str, where: str) -> type[Family]:
@@ -111,12 +139,13 @@ def _known_types() -> frozenset[str]:
 
 @cache
 def decoder_types() -> tuple[str, ...]:
-    """List the types of causal language models that the installed transformers builds."""
+    """List the types of causal language models that the installed transformers builds, those that
+    also read images or sound among them."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return ()
-    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *tower_types()}))
 
 
 def _what_to_do(model_type: object) -> str:
@@ -128,6 +157,8 @@ def _what_to_do(model_type: object) -> str:
     known = _known_types()
     if not known:
         return "transformers is not installed, which builds most types: pip install 'ondevice-train[torch]'"
+    if model_type in encoder_types():
+        return f"an encoder for which no head is known here: {', '.join(ENCODERS)} take --classes"
     if model_type in known:
         return f"{model_type} is not a decoder: choose a type that generates text; {listed}"
     return f"a newer transformers may know it: pip install -U transformers; or choose another model: {listed}"

@@ -74,9 +74,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
     except ImportError:
         raise missing("transformers") from None
-    letters = _byte_letters()
+    letters = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,17 +92,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def _byte_letters() -> list[str]:
-    """List the printable letter that GPT-2's byte-level alphabet has for each byte."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters = []
-    extra = 0
-    for byte in range(256):
-        letters.append(chr(byte) if byte in printable else chr(256 + extra))
-        extra += byte not in printable
-    return letters
 
 
 def _family(name: str) -> type[Family]:
@@ -194,6 +184,10 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(0.1 * noise + float(scale))
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
+        files = model.state_dict()
+        for name, buffer in sorted(model.named_buffers()):
+            if name in files:  # a factor that no method trains
+                buffer.copy_(1.0 + 0.1 * torch.randn(buffer.shape, generator=rng))
 
 
 def _digest(model: PreTrainedModel) -> str:

@@ -14,10 +14,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.core.session import IGNORE
+from ondevice.core.session import IGNORE, Weigh
 
 Scale = float | Callable[[Tensor], Tensor]
 """Factor of a loss: one of all rows, or a function of each row's loss to its own."""
+
+
+class WeighedRows:
+    """The `Scale` of rows that a function of all their losses weighs.
+
+    Attributes:
+        loss: what the function returned; NaN before it was called.
+    """
+
+    def __init__(self, weigh: Weigh) -> None:
+        self.weigh = weigh
+        self.loss = float("nan")
+
+    def __call__(self, nll_B: Tensor) -> Tensor:
+        """Return each row's weight, float64 [B], from its negative log likelihood."""
+        self.loss, weights = self.weigh(nll_B.cpu().numpy())
+        return torch.from_numpy(weights).to(nll_B.device)
 
 
 def shift(hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,9 +57,12 @@ def tile_bounds(vocabulary: int, tiles: int) -> list[tuple[int, int]]:
     return [(low, min(low + size, vocabulary)) for low in range(0, vocabulary, size)]
 
 
-def float32_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+def float32_logits(hidden_ND: Tensor, weight_VD: Tensor, cap: float = 0.0) -> Tensor:
     """Return hidden W^T, in float32 if both are half precision: rounded logits would all but hide
-    the difference of two losses. On a GPU the product leaves its float32 sums as they are."""
+    the difference of two losses. On a GPU the product leaves its float32 sums as they are. With a
+    `cap` a logit z is cap * tanh(z / cap)."""
+    if cap:
+        return float32_logits(hidden_ND, weight_VD).div_(cap).tanh_().mul_(cap)
     if hidden_ND.dtype not in (torch.bfloat16, torch.float16):
         return functional.linear(hidden_ND, weight_VD)
     if hidden_ND.is_cuda and hidden_ND.ndim == 2:
@@ -122,6 +142,17 @@ def logits_gradient(logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor)
     return p.scatter_add_(1, at, -ones[:, None]).mul_(weights[:, None])
 
 
+def capped_gradient(
+    logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor, cap: float
+) -> Tensor:
+    """Return what `logits_gradient` does, of the logits before their cap."""
+    slope = cap_slope(logits, cap)
+    gradient = logits_gradient(logits, local, lse, weights)
+    if slope is None:
+        return gradient
+    return gradient.mul_(slope)
+
+
 def _inside(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Find the labels in a tile, and a column for each, [n, 1]: no shape depends on labels."""
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
@@ -135,7 +166,17 @@ def label_columns(labels_N: Tensor, tokens_A: Tensor) -> Tensor:
     return torch.where(same_NA.sum(1) > 0, index_N, torch.full_like(index_N, IGNORE))
 
 
-def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
+def cap_slope(logits: Tensor, cap: float) -> Tensor | None:
+    """Return the derivative of capped logits by what was capped, from the capped ones; None without
+    a cap."""
+    if not cap:
+        return None
+    return 1.0 - (logits / cap).square_()
+
+
+def token_nll(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8, cap: float = 0.0
+) -> Tensor:
     """Compute the negative log likelihood of each label, 0 if it is -100; only label tokens are
     computed.
 
@@ -144,6 +185,7 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
         weight_VD: [vocabulary, hidden], the output head.
         labels_N: int64 [N].
         tiles: vocabulary tiles; at most N * vocabulary / tiles logits exist at once.
+        cap: of the logits; 0 is none.
 
     Returns:
         float32 [N]; float64 of a float64 model.
@@ -154,7 +196,7 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
     )
     if active.numel() == 0:
         return result
-    nll = _TiledNll.apply(hidden_ND[active], weight_VD, labels_N[active], tiles)
+    nll = _TiledNll.apply(hidden_ND[active], weight_VD, labels_N[active], tiles, cap)
     return result.index_put((active,), nll)
 
 
@@ -164,21 +206,24 @@ class _TiledNll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int, cap: float
     ) -> Tensor:
         target_N = (wide(hidden_ND) * wide(weight_VD[labels_N])).sum(-1)
+        if cap:
+            target_N = cap * torch.tanh(target_N / cap)
         sums = None
         for low, high in tile_bounds(weight_VD.shape[0], tiles):
-            sums = exp_sums(sums, float32_logits(hidden_ND, weight_VD[low:high]))
+            sums = exp_sums(sums, float32_logits(hidden_ND, weight_VD[low:high], cap))
         assert sums is not None  # noqa: S101 - there is a tile
         maximum, total = sums
         logsumexp = maximum + total.log()
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, logsumexp)
         ctx.tiles = tiles
+        ctx.cap = cap
         return logsumexp - target_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_ND, weight_VD, labels_N, logsumexp = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = grad_weight = None
@@ -187,13 +232,14 @@ class _TiledNll(torch.autograd.Function):
         if need_weight:
             grad_weight = torch.zeros_like(weight_VD)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
-            logits = float32_logits(hidden_ND, weight_VD[low:high])
-            scaled = logits_gradient(logits, labels_N - low, logsumexp, grad_N).to(hidden_ND.dtype)
+            logits = float32_logits(hidden_ND, weight_VD[low:high], ctx.cap)
+            scaled = capped_gradient(logits, labels_N - low, logsumexp, grad_N, ctx.cap)
+            scaled = scaled.to(hidden_ND.dtype)
             if grad_hidden is not None:
                 grad_hidden += scaled @ weight_VD[low:high]
             if grad_weight is not None:
                 grad_weight[low:high] = scaled.t() @ hidden_ND
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class Norms(Protocol):
@@ -204,6 +250,10 @@ class Norms(Protocol):
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
     ) -> Tensor: ...
+
+    def loss_rows(
+        self, logits: Tensor, targets: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Head(Protocol):
@@ -237,7 +287,9 @@ class Loss:
     Args:
         tiles: of the vocabulary.
         chunk_tokens: tokens whose logits exist at once; None is all.
-        scale: factor of the logits.
+        scale: factor of the logits; `cap` their soft cap, 0 for none.
+        once: compute the logits of a few tokens over the whole vocabulary once, instead of those of
+            all tokens tile by tile and twice: a third of the products less, for a head in memory.
     """
 
     def __init__(
@@ -249,8 +301,13 @@ class Loss:
         tiles: int,
         chunk_tokens: int | None,
         scale: float = 1.0,
+        once: bool = False,
+        cap: float = 0.0,
     ) -> None:
         self.head = head
+        self.once = once and not cap
+        self.cap = cap
+        self.tiles = tiles
         self.norm_weight = norm
         self.eps = eps
         self.kernels = kernels
@@ -266,20 +323,30 @@ class Loss:
         rows = torch.zeros(labels_BT.shape[0], dtype=torch.float32, device=x.device)
         if where.numel() == 0:
             return rows
-        lse, label = self.log_sum_exp(self.norm(x[where]), targets[where], again=False)
-        return rows.index_add_(0, where // labels_BT.shape[1], (lse - label).float())
+        nll = self.token_nll(x[where], targets[where])
+        return rows.index_add_(0, where // labels_BT.shape[1], nll)
 
-    def backward(self, x: Tensor, labels_BT: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    def token_nll(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the negative log likelihood of each label [n] from its [n, D], float32."""
+        lse, label = self.log_sum_exp(self.norm(x), labels, again=False)
+        return (lse - label).float()
+
+    def backward(
+        self, x: Tensor, labels_BT: Tensor, scale: Scale, labelled: Labelled | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the summed loss, float32 [], and `scale` times its gradient in the memory of `x`.
 
         A function of the rows' losses, float32 [B], gives each row its own scale.
+
+        Args:
+            labelled: `find_labelled` of the labels, if it is known.
         """
-        targets = next_labels(labels_BT)
-        where = (targets != IGNORE).nonzero().squeeze(1)
+        where, targets = labelled or find_labelled(labels_BT)
         if where.numel() == 0:
             return torch.zeros((), device=x.device), x.zero_()
+        if self.once and not callable(scale):
+            return self.backward_once(x, where, targets, scale), x
         rows = x[where]
-        targets = targets[where]
         hidden = self.norm(rows)
         lse, label = self.log_sum_exp(hidden, targets, again=True)
         if callable(scale):
@@ -294,6 +361,24 @@ class Loss:
         x.zero_()
         x[where] = self.norm_backward(rows, gradient)
         return (lse - label).sum().float(), x
+
+    def backward_once(self, x: Tensor, where: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """Return the summed loss, float32 [], and put `scale` times its gradient into `x` [N, D]."""
+        weight = self.head.tile(0, self.head.vocab)
+        size = once_tokens(self.head.vocab, self.chunk_tokens)
+        losses = []
+        for places, labels in zip(where.split(size), targets.split(size), strict=True):
+            rows = x[places]
+            hidden = self.norm(rows)
+            logits = float32_logits(hidden, weight)
+            nll, p = self.kernels.loss_rows(logits, labels, scale, weight.dtype)
+            losses.append(nll.sum())
+            x[places] = self.norm_backward(rows, torch.mm(p, weight, out=hidden))
+            del logits, p
+        other = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        other[where] = False
+        x.masked_fill_(other[:, None], 0.0)
+        return torch.stack(losses).sum().float()
 
     def norm(self, x: Tensor) -> Tensor:
         """Return the norm of [n, D], times the logits' factor."""
@@ -321,7 +406,7 @@ class Loss:
         label = torch.zeros_like(hidden[:, 0], dtype=wide(hidden[:0]).dtype)
         for low, weight in self._tiles(again):
             for number, ((h, t), label_h) in enumerate(zip(chunks, self._chunks(label))):
-                logits = float32_logits(h, weight)
+                logits = float32_logits(h, weight, self.cap)
                 label_h += label_logits(logits, t - low)
                 sums[number] = exp_sums(sums[number], logits)
         maximum, total = (
@@ -345,7 +430,9 @@ class Loss:
             sums = list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
-                p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
+                logits = float32_logits(h, weight, self.cap)
+                p = capped_gradient(logits, t - low, lse_of_h, w, self.cap)
+                del logits
                 gradient = torch.mm(cast(p, weight.dtype), weight)
                 before = sums[number]
                 del p
@@ -363,6 +450,29 @@ class Loss:
 
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
         return row_chunks(x, self.chunk_tokens)
+
+
+Labelled = tuple[Tensor, Tensor]
+"""Places [n] of the tokens that predict a label, among all, and their labels [n]; int64."""
+ONCE_TOKENS = (128, 512)
+"""Tokens whose logits over the whole vocabulary exist at once, at least and at most: enough that
+reading the head costs about as much as the product."""
+ONCE_BYTES = 96 << 20
+"""Between the two, the bytes of these logits, float32."""
+
+
+def once_tokens(vocab: int, most: int | None) -> int:
+    """Return how many tokens have logits at once."""
+    low, high = ONCE_TOKENS
+    size = min(max(ONCE_BYTES // (4 * vocab) // 64 * 64, low), high)
+    return min(size, most or size)
+
+
+def find_labelled(labels_BT: Tensor) -> Labelled:
+    """Return the labelled places; on a GPU this waits for the work before it."""
+    targets = next_labels(labels_BT)
+    where = (targets != IGNORE).nonzero().squeeze(1)
+    return where, targets[where]
 
 
 def next_labels(labels_BT: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ def pack_model(family: Family, kind: str) -> None:
     if kind not in KINDS:
         raise ConfigError("unknown way to pack weights", expected=", ".join(KINDS), received=kind)
     for layer in range(family.dims.layers):
-        for target in family.linear_targets:
+        for target in family.targets(layer):
             linear: Any = family.linear(layer, target)
             matrix = KINDS[kind].pack(linear.weight.detach())
             bias = None if linear.bias is None else linear.bias.detach()
@@ -222,7 +222,7 @@ def unpack_model(family: Family) -> None:
     """Put a plain linear layer with the rounded weights in the place of every packed one: the
     reference of a packed model."""
     for layer in range(family.dims.layers):
-        for target in family.linear_targets:
+        for target in family.targets(layer):
             packed = family.linear(layer, target)
             if isinstance(packed, PackedLinear):
                 plain = nn.Linear(

@@ -69,7 +69,7 @@ def quantize_q4_model(family: Any) -> Q8Embedding:
         ModelError: a layer's inputs are not a multiple of the group.
     """
     for layer in range(family.dims.layers):
-        for target in family.linear_targets:
+        for target in family.targets(layer):
             family.set_linear(layer, target, Q4Linear(family.linear(layer, target)))
     head = family.head_weight
     embedding = Q8Embedding(family.embedding.weight)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from ondevice.objectives.base import Graded, Objective, Scores, objective, objective_names
 from ondevice.objectives.dpo import Dpo
+from ondevice.objectives.grpo import Answers, Grpo
 from ondevice.objectives.ipo import Ipo
 from ondevice.objectives.kto import Kto
 from ondevice.objectives.orpo import Orpo
 from ondevice.objectives.simpo import Simpo
 
 __all__ = [
+    "Answers",
     "Dpo",
     "Graded",
+    "Grpo",
     "Ipo",
     "Kto",
     "Objective",

@@ -65,12 +65,14 @@ class Objective(ABC):
     """A loss of preferences.
 
     Attributes:
-        beta: strength; what it multiplies is each objective's own.
+        beta: strength; each objective multiplies a term of its own by it.
     """
 
     name: ClassVar[str]
     rows: ClassVar[Literal["pairs", "thumbs"]] = "pairs"
     """The rows it takes: pairs of a chosen and a rejected answer, or rated answers."""
+    texts: ClassVar[int] = 2
+    """The texts of a row that have a gradient; the others are only scored."""
     has_reference: ClassVar[bool] = True
     """Whether it compares with the model before training."""
     beta: float = 0.1

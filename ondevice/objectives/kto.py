@@ -24,6 +24,7 @@ class Kto(Objective):
 
     name: ClassVar[str] = "kto"
     rows: ClassVar[Literal["pairs", "thumbs"]] = "thumbs"
+    texts: ClassVar[int] = 1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 

@@ -124,7 +124,7 @@ def _update(config: EngineConfig, kind: str) -> Any:
     """One update of `UPDATE_NUMEL` parameters as the engine does it."""
     count = UPDATE_NUMEL
     dtype = DTYPES[config.compute]
-    moments = config.moments_dtype
+    moments = config.moments
     threads = config.threads or host_threads(kind)
     moment_buffers = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
     gradient = torch.zeros(count, dtype=dtype)

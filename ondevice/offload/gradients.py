@@ -29,11 +29,17 @@ TINY = 1e-6
 @dataclass(frozen=True)
 class Step:
     """One optimizer step: AdamW's settings, and squared gradient norms of this step and the
-    last."""
+    last. One that is `adding` only adds its gradients to those of the next."""
 
     adam: AdamStep
     squares: dict[int, float]
     before: dict[int, float]
+    adding: bool = False
+
+    @property
+    def norm(self) -> float:
+        """The norm of the gradients that have come so far."""
+        return math.sqrt(math.fsum(self.squares.values()))
 
 
 class Clipping:
@@ -53,11 +59,12 @@ class Clipping:
         """True if updates wait for the norm of the complete gradient."""
         return self.limit is not None and self.rule == "global"
 
-    def begin(self, step: int, learning_rate: float) -> None:
-        """Begin the updates of step `step` (from 0)."""
+    def begin(self, step: int, learning_rate: float, adding: bool = False) -> None:
+        """Begin the updates of step `step` (from 0), or the `adding` of gradients to it."""
         c = self.config
         adam = AdamStep(learning_rate, c.beta1, c.beta2, c.eps, c.weight_decay, step + 1)
-        self.now = Step(adam, {}, self.now.squares)
+        before = self.now.before if self.now.adding else self.now.squares
+        self.now = Step(adam, {}, before, adding)
 
     def apply(self, now: Step, unit: Unit) -> AdamStep:
         """Return AdamW's settings for a unit whose norm is in `now`."""
@@ -67,7 +74,7 @@ class Clipping:
         if self.rule == "layer":
             norm = own
         elif self.exact:
-            norm = math.sqrt(math.fsum(now.squares.values()))
+            norm = now.norm
         elif not now.before:
             norm = own * math.sqrt(self.count)
         else:
@@ -155,7 +162,8 @@ class ChunkedLoss:
     Args:
         hidden_ND: [N, hidden], the normed hidden states in the compute dtype.
         labels_N: int64 [N], -100 for no label.
-        scale: of the gradients: 1 / labelled tokens of the whole batch.
+        scale: of the gradients: 1 / labelled tokens of the whole batch. `weigh` gives each token its
+            own.
         chunk_tokens: tokens whose logits exist at once.
 
     Attributes:
@@ -175,6 +183,16 @@ class ChunkedLoss:
         self.target = torch.zeros_like(self.maximum)
         self.grad_hidden = torch.zeros_like(hidden_ND)
         self.active = labels_N != IGNORE
+        self.weights = self.active * scale
+
+    def weigh(self, weights_B: Tensor) -> None:
+        """Give the tokens of each row that row's scale, before the gradients' pass."""
+        of_tokens = weights_B.repeat_interleave(len(self.active) // len(weights_B))
+        self.weights = self.active * of_tokens.float()
+
+    def row_nll(self, rows: int) -> Tensor:
+        """Return negative log likelihood of each row, float64 [rows], after the first pass."""
+        return self.tokens().double().view(rows, -1).sum(1)
 
     @torch.no_grad()
     def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
@@ -191,7 +209,7 @@ class ChunkedLoss:
             total += ((logsumexp - logits.gather(1, at))[:, 0] * active).sum()
             probability = logits.sub_(logsumexp).exp_()
             probability.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
-            scaled = probability.mul_((active * self.scale)[:, None]).to(hidden.dtype)
+            scaled = probability.mul_(self.weights[chunk, None]).to(hidden.dtype)
             torch.mm(scaled, weight_VD, out=self.grad_hidden[chunk])
             grad_VD.addmm_(scaled.t(), hidden)
         return total
@@ -220,9 +238,7 @@ class ChunkedLoss:
             )
             inside, at = self._inside(chunk, first, weight_vD.shape[0])
             probability.scatter_add_(1, at, -inside[:, None].float())
-            scaled = probability.mul_((self.active[chunk] * self.scale)[:, None]).to(
-                self.hidden.dtype
-            )
+            scaled = probability.mul_(self.weights[chunk, None]).to(self.hidden.dtype)
             self.grad_hidden[chunk].addmm_(scaled, weight_vD)
             grad_vD.addmm_(scaled.t(), self.hidden[chunk])
 

@@ -7,8 +7,11 @@ a graph, and a new graph is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,12 +28,19 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
+@cache
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """Return the stream of a thread's graphs: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class CudaRecord:
-    """Makes graphs of a CUDA device. They share their temporary memory: one runs at a time."""
+    """Makes graphs of a CUDA device. They share their temporary memory: one runs at a time. Whoever
+    takes a graph keeps alive the older tensors that it reads."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _stream(device, threading.get_ident())
         self.pool = torch.cuda.graph_pool_handle()
         tensor = torch.zeros(1, device=device)
 
@@ -52,8 +62,25 @@ class CudaRecord:
                 graph.capture_end()
         return graph.replay
 
+    def again(self) -> CudaRecord:
+        """Return a record with temporary memory of its own; this one's is free when its graphs
+        are gone."""
+        return CudaRecord(self.device)
 
-def recorder(device: torch.device) -> Record | None:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run the work of a block on the stream of the graphs: a library's workspace is one for
+        each stream. Work before and after the block waits as usual."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            here.wait_stream(self.stream)
+
+
+def recorder(device: torch.device) -> CudaRecord | None:
     """Return the recorder of graphs for a device; None if it has none."""
     if device.type == "cuda":
         return CudaRecord(device)

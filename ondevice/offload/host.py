@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import MissingPackageError
+from ondevice.offload import muon
 from ondevice.offload.device import buffer
 from ondevice.offload.units import array_name, checked_array, extent
 from ondevice.runtime_ops import layer_adam
@@ -53,7 +54,7 @@ def native(config: EngineConfig) -> bool:
     if config.optimizer == "torch":
         return False
     available = layer_adam.available()
-    if not available and (config.optimizer == "native" or config.moments_dtype != "float32"):
+    if not available and (config.optimizer == "native" or config.moments != "float32"):
         raise MissingPackageError(
             "the fused update needs a C++ compiler, and none was found",
             expected="g++ or clang++",
@@ -94,6 +95,7 @@ def fields(state: layer_adam.HostState) -> dict[str, Tensor]:
         "high": state.high,
         "low": state.low,
         **state.moments.tensors(),
+        "momentum": state.momentum,
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -114,9 +116,7 @@ class HostStore:
         self.split = is_split(config)
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
-        self.states = {
-            unit.index: self._host_state(unit, config.moments_dtype) for unit in self.owned
-        }
+        self.states = {unit.index: self._host_state(unit, config.moments) for unit in self.owned}
         if self.dtype == torch.bfloat16 and not self.split:
             largest = max((unit.numel for unit in self.owned), default=0)
             self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
@@ -130,16 +130,20 @@ class HostStore:
         for piece in unit.pieces:
             master[piece.offset : piece.offset + piece.numel].copy_(piece.values)
         release(unit, self.dtype)
-        moment_buffers = moments_in(
-            buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments
-        )
+        adam = unit.numel - unit.matrices
+        moment_buffers = moments_in(buffer(moments_bytes(adam, moments), pin=False), adam, moments)
         seed = unit.index + (unit.low << 16)  # stochastic rounding: each shard has its own numbers
-        state = layer_adam.HostState(master, None, None, moment_buffers, seed)
+        momentum = None
+        if unit.matrices:
+            momentum = self.device.pinned(unit.matrices, muon.TYPES[moments])
+        state = layer_adam.HostState(master, None, None, moment_buffers, seed, momentum)
         if self.split:
             high = self.device.pinned(unit.numel, torch.bfloat16)
             low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
-            layer_adam.split_(master, high, low, moment_buffers)
-            state = layer_adam.HostState(None, high, low, moment_buffers, seed)
+            rest = slice(unit.matrices, unit.numel)
+            layer_adam.split_(master[rest], high[rest], low[rest], moment_buffers)
+            state = layer_adam.HostState(None, high, low, moment_buffers, seed, momentum)
+            muon.put_master(state, slice(0, unit.matrices), master[: unit.matrices])
         return state
 
     def state(self, unit: Unit) -> layer_adam.HostState:
@@ -180,7 +184,10 @@ class HostStore:
         for unit in self.owned:
             state = self.state(unit)
             if state.high is not None and state.low is not None:
-                flat = layer_adam.merge(state.high, state.low, state.moments)
+                rest = slice(unit.matrices, unit.numel)
+                flat = torch.empty(unit.numel)
+                flat[: unit.matrices] = muon.master_of(state, slice(0, unit.matrices))
+                layer_adam.merge(state.high[rest], state.low[rest], state.moments, flat[rest])
             else:
                 flat = self._master(state)
             masters |= {name: part.clone() for name, part in parameters(unit, flat).items()}
@@ -234,7 +241,8 @@ class HostStore:
         """Of masters, moments, and buffers for conversion."""
         tensors = [memory for memory, _ in self.converted]
         for state in self.states.values():
-            tensors += [t for t in (state.master, state.high, state.low) if t is not None]
+            split = (state.master, state.high, state.low, state.momentum)
+            tensors += [t for t in split if t is not None]
             tensors += state.moments.tensors().values()
         return sum(tensor.nbytes for tensor in tensors)
 

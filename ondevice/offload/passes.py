@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from ondevice.offload.liger import LigerLoss
 
 if TYPE_CHECKING:
     from ondevice.models import Family
+    from ondevice.nn.cross_entropy import Scale
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.graphs import Compute
@@ -46,8 +47,9 @@ class WeightCache(Protocol):
     rest_gradient: Slot
     tiles: list[tuple[int, int]]
 
-    def forget_layers(self) -> None:
-        """Forget the layers that are loaded: they have been updated."""
+    def forget_layers(self, tokens: int) -> None:
+        """Begin a pass of so many tokens; forget the layers that are loaded: they have been
+        updated."""
         ...
 
     def fetch_layer(self, i: int) -> None: ...
@@ -129,7 +131,9 @@ class Passes:
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
         self.entering: Slot | None = None
         self.masks: list[tuple[Tensor, ...]] = []
-        """Masks of each micro-batch's padding; empty if the causal mask hides it."""
+        """Each micro-batch's mask, of its padding or its tree; empty if it is the causal mask."""
+        self.tree: tuple[np.ndarray, np.ndarray] | None = None
+        """Positions and branches of what `branches_nll` computes, int64 [B, T] each."""
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
@@ -142,7 +146,7 @@ class Passes:
         `every` has the rows of all ranks together; `ids` itself for a single one.
         """
         window = self.window
-        window.forget_layers()
+        window.forget_layers(ids.size)
         entering = self._ask(every)
         window.fetch_rest()
         for i in range(len(window.layers)):
@@ -150,19 +154,18 @@ class Passes:
         embedded = self._pick(ids, entering)
         self.entering = entering
         window.bind(self.units.rest, window.arrive(window.rest))
-        h = [self.family.place(embedded[rows]) for rows in micro_batches]
+        h, positions = self._placed(embedded, ids, micro_batches)
         if keep:
             self.activations.begin(self.layers, len(micro_batches), h[0])
-        position = self._positions(ids.shape[1])
-        self.masks = [self._mask(ids[rows]) for rows in micro_batches]
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             window.bind(unit, slot)
             self._gate()
-            forward = self._forward(i, position)
             for m, entered in enumerate(h):
                 if keep:
                     self.activations.save(i, m, entered)
+                position = positions[m]
+                forward = self._forward(i, position)
                 inputs = (entered, *self.masks[m])
                 with self._computing("forward", unit.name):
                     if keep:
@@ -193,21 +196,54 @@ class Passes:
         ]
         return torch.cat(nll)
 
+    @torch.no_grad()
+    def branches_nll(
+        self,
+        ids: np.ndarray,
+        tree: tuple[np.ndarray, np.ndarray],
+        micro_batches: list[slice],
+        every: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> Tensor:
+        """Return each label's negative log likelihood, float32 [N]; see `core.session.Branching`.
+
+        Args:
+            tree: positions and branches of each token, int64 [B, T].
+        """
+        self.tree = tree
+        try:
+            h = torch.cat(self.forward(ids, micro_batches, False, every))
+        finally:
+            self.tree = None
+        normed = self.family.final_norm(h.flatten(0, 1)[self._upload(sources)])
+        size = self.config.loss_chunk_tokens
+        score = ChunkedLoss(normed, self._upload(labels), 1.0, size)
+        self._score_tiles([score])
+        return score.tokens()
+
     def head(
-        self, h: list[Tensor], labels: list[np.ndarray], scale: float
+        self, h: list[Tensor], labels: list[np.ndarray], scale: Scale
     ) -> tuple[list[Tensor], Tensor]:
         """Return gradients of the last layer's outputs, and the summed loss; the head's own
-        gradients leave."""
+        gradients leave.
+
+        A `scale` that is a function gets the losses of all rows, which takes a pass over the head
+        before.
+        """
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
         self.window.bind(self.units.rest, self.window.rest, leaving)
         if self.family.dims.classes:
+            assert not callable(scale)  # noqa: S101  answers to prefer come from decoders
             return self._classify(h, labels, scale)
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
         self._gate()
+        same = 1.0 if callable(scale) else scale
+        scores = self._scores([x.detach() for x in normed], labels, same)
         total, normed_gradients = self._head_backward(
-            self._scores([x.detach() for x in normed], labels, scale)
+            scores, [len(rows) for rows in labels], scale if callable(scale) else None
         )
         gradients: list[Tensor] = []
         self.rest_sums.begin(len(h))
@@ -278,6 +314,26 @@ class Passes:
         self._send_embedding(gradients, ids, micro_batches)
         self.rest_sums.finish(window.rest_gradient.memory)
         window.send_rest()
+
+    def _placed(
+        self, embedded: Tensor, ids: np.ndarray, micro_batches: list[slice]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Return what the first block takes of each micro-batch, and its positions; `masks` become
+        theirs."""
+        if self.tree is None:
+            self.masks = [self._mask(ids[rows]) for rows in micro_batches]
+            h = [self.family.place(embedded[rows]) for rows in micro_batches]
+            return h, [self._positions(ids.shape[1])] * len(h)
+        h = []
+        positions = []
+        self.masks = []
+        for rows in micro_batches:
+            position_ids, branches = (self._upload(part[rows]) for part in self.tree)
+            h.append(self.family.place(embedded[rows], position_ids))
+            position, mask = self.family.branched(h[-1], position_ids, branches)
+            positions.append(position)
+            self.masks.append((mask,))
+        return h, positions
 
     def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
         return lambda h, *mask: (self.family.block(i, h, position, *mask),)
@@ -361,11 +417,13 @@ class Passes:
                     score.forward(weight, low)
             slot.used = self.device.record("compute")
 
-    def _head_backward(self, scores: list[ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
+    def _head_backward(
+        self, scores: list[ChunkedLoss], rows: list[int], weigh: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The summed loss, and the gradients of the normed hidden states; those of the head
         leave."""
         window = self.window
-        single_tile = len(self.window.tiles) == 1
+        single_tile = len(self.window.tiles) == 1 and weigh is None
         fused: list[Any] = (
             [LigerLoss(score.hidden, score.labels, score.scale) for score in scores]
             if self.liger
@@ -375,6 +433,10 @@ class Passes:
         if not single_tile:
             self._score_tiles(scores)
             window.fetch_head(0)
+        if weigh is not None:
+            nll = [score.row_nll(count) for score, count in zip(scores, rows, strict=True)]
+            for score, weights in zip(scores, weigh(torch.cat(nll)).split(rows), strict=True):
+                score.weigh(weights)
         for tile, (low, _) in enumerate(window.tiles):
             slot, weight = self._head_tile(tile)
             leaving, gradient = window.head_gradient_tile(tile)

@@ -7,10 +7,11 @@ ranks, and a table's at a row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +20,6 @@ from torch import Tensor, nn
 from ondevice.core.errors import CheckpointError, ModelError
 from ondevice.offload.config import check_rows
 from ondevice.runtime_ops.layer_adam import TILE
-
-if TYPE_CHECKING:
-    from ondevice.models import Family
 
 ALIGN = 128
 """Elements; every parameter begins at a multiple of it, so that matrix products read aligned
@@ -34,7 +32,8 @@ Kind = Literal["layer", "rest", "embedding", "head"]
 @dataclass(frozen=True)
 class Piece:
     """One parameter: elements `offset` to `offset + numel` of its unit; of a shard, those from
-    `start` on."""
+    `start` on. Weight decay shrinks it if it `decays`; it stays as it is unless it is `trained`;
+    Muon updates it if it is one of its matrices, else AdamW."""
 
     name: str
     parameter: nn.Parameter
@@ -42,6 +41,27 @@ class Piece:
     offset: int
     numel: int
     start: int = 0
+    decays: bool = True
+    trained: bool = True
+    muon: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """True for matrices of experts, [experts, rows, columns]; a convolution of channels has one
+        row for each."""
+        return len(self.shape) == 3 and self.shape[1] > 1
+
+    @property
+    def experts(self) -> list[Piece]:
+        """The matrix of each expert, as a piece of its own."""
+        size = self.numel // self.shape[0]
+        return [
+            replace(
+                self, name=f"{self.name}.{e}", shape=self.shape[1:], numel=size,
+                offset=self.offset + e * size, start=self.start + e * size,
+            )
+            for e in range(self.shape[0])
+        ]  # fmt: skip
 
     @property
     def values(self) -> Tensor:
@@ -81,6 +101,12 @@ class Unit:
         return min(self.numel, max(0, self.total - self.low))
 
     @property
+    def matrices(self) -> int:
+        """Elements, from the first on, that Muon updates, with padding."""
+        ends = [piece.offset + piece.numel for piece in self.pieces if piece.muon]
+        return -(-max(ends, default=0) // ALIGN) * ALIGN
+
+    @property
     def key(self) -> str:
         """The name in a checkpoint."""
         return self.name.replace(" ", ".")
@@ -105,16 +131,26 @@ class Units:
 
     @property
     def all(self) -> tuple[Unit, ...]:
-        """By `index`."""
-        return (*self.layers, self.rest, self.embedding, *(() if self.tied else (self.head,)))
+        """By `index`; a table without rows is left out."""
+        tables = (self.embedding, *(() if self.tied else (self.head,)))
+        return (*self.layers, self.rest, *(table for table in tables if table.numel))
 
     @property
     def parameters(self) -> int:
         return sum(unit.parameters for unit in self.all)
 
 
-def cut(family: Family) -> Units:
+def cut(
+    family: Any,
+    decayed: Literal["all", "matrices"] = "all",
+    suits: Callable[[tuple[int, ...]], bool] | None = None,
+) -> Units:
     """Cut a model into units; every parameter is in exactly one.
+
+    Args:
+        family: the model; names in its `frozen` are not trained, those in `undecayed` do not decay.
+        decayed: what weight decay shrinks.
+        suits: says by its shape whether Muon updates a layer's parameter; these come first.
 
     Raises:
         ModelError: a parameter is shared between layers.
@@ -122,11 +158,18 @@ def cut(family: Family) -> Units:
     names = {id(parameter): name for name, parameter in family.model.named_parameters()}
     seen: set[int] = set()
     count = family.dims.layers
+    frozen = getattr(family, "frozen", frozenset())
+    undecayed = getattr(family, "undecayed", frozenset())
 
     def unit(index: int, name: str, kind: Kind, order: int, parameters: list[nn.Parameter]) -> Unit:
         pieces = []
         offset = 0
-        for parameter in parameters:
+        hidden = [
+            kind == "layer" and suits is not None and suits(tuple(p.shape)) for p in parameters
+        ]
+        for is_hidden, parameter in sorted(
+            zip(hidden, parameters, strict=True), key=lambda pair: not pair[0]
+        ):
             # In two units it would be moved and updated twice a step.
             if id(parameter) in seen:
                 raise ModelError(
@@ -134,11 +177,17 @@ def cut(family: Family) -> Units:
                 )
             seen.add(id(parameter))
             shape = tuple(parameter.shape)
-            pieces.append(Piece(names[id(parameter)], parameter, shape, offset, parameter.numel()))
+            name_of = names[id(parameter)]
+            decays = name_of not in undecayed and (decayed == "all" or parameter.ndim > 1)
+            values = (name_of, parameter, shape, offset, parameter.numel())
+            trained = name_of not in frozen
+            pieces.append(Piece(*values, decays=decays, trained=trained, muon=is_hidden))
             offset += -(-parameter.numel() // ALIGN) * ALIGN
         numel = 0
         if pieces:
             numel = pieces[-1].offset + pieces[-1].numel
+            if pieces[-1].muon:
+                numel = offset  # what fills it up belongs to the matrices
         return Unit(index, name, kind, order, tuple(pieces), numel)
 
     layers = tuple(
@@ -337,6 +386,13 @@ SINGLE = Ranks()
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:
     """Return of an array of a unit's state the first element that a shard has, how many it has, and
     how many there are; scales of moments are one for 128 elements."""
+    if unit.matrices:
+        size = unit.matrices
+        if part in ("m", "v", "m_scale", "v_scale"):
+            size = unit.numel - unit.matrices
+        elif part != "momentum":
+            size = unit.numel
+        return 0, size, size
     each = TILE if part.endswith("_scale") else 1
     return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
 

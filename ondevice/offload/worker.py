@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.2
+FIRST = -(1 << 40)
+"""Priority of a task that comes before all others."""
 
 
 MOST_S = 1.0

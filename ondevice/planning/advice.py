@@ -35,20 +35,23 @@ def measure(plan: Plan) -> Rates:
             expected="--device this",
             received=request.device.name,
         )
-    from ondevice.offload.calibrate import calibrate
+    return _calibration().calibrate(request.method, request.device.torch_device)
 
-    return calibrate(request.method, request.device.torch_device)
+
+def _calibration() -> Any:
+    """Return the module that measures and predicts; it imports PyTorch."""
+    from ondevice.offload import calibrate
+
+    return calibrate
 
 
 def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
     """Predict seconds a step by lane, and the smallest batch that hides the update."""
-    from ondevice.offload.calibrate import predict
-
     request = plan.request
     flops_a_row = plan.flops / plan.request.batch_size
     offloads = spec_of(request.method).capability(Offloads)
     assert offloads is not None  # noqa: S101  `measure` refuses methods that do not offload
-    prediction = predict(
+    prediction = _calibration().predict(
         lambda rows: offloads.lanes(request, rates, rows, flops_a_row * rows), request.batch_size
     )
     return {"rates": asdict(rates), **prediction.to_dict()}
@@ -73,7 +76,7 @@ def describe(prediction: dict[str, Any]) -> list[str]:
     if smallest:
         hidden = f"a batch of {smallest} or more"
     return [
-        f"measured here: about {prediction['step_s']:.3g} s a step, "
+        f"measured here: at least {prediction['step_s']:.3g} s a step, "
         f"bound by {prediction['bound']} ({lanes})",
         f"hiding factor {prediction['hiding_factor']:.2f}; {hidden} hides the update",
     ]

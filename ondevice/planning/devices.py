@@ -19,14 +19,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ondevice.core.capabilities import Ranked
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import ConfigError, Need
-from ondevice.core.method import Placement
-from ondevice.core.registry import backend_for, spec_of
+from ondevice.core.errors import ConfigError
 from ondevice.core.untrusted import read_plain
 from ondevice.core.untrusted.yaml_documents import parse_yaml
-from ondevice.offload.config import check_rows, launched
 
 try:
     import resource
@@ -84,11 +80,33 @@ def cores() -> int:
 
 
 def gpus() -> list[Gpu]:
-    """List the CUDA devices, by the driver's library or its tool; empty without both."""
+    """List the CUDA devices that this process may use, by the driver's library or its tool.
+
+    Empty without both, and if CUDA_VISIBLE_DEVICES hides all.
+    """
     try:
-        return _from_library()
+        listed = _from_library()
     except Exception:  # the library or the driver is missing
-        return _from_tool()
+        listed = _from_tool()
+    return visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(listed: list[Gpu], chosen: str | None) -> list[Gpu]:
+    """Return the devices that CUDA shows for a value of CUDA_VISIBLE_DEVICES.
+
+    As CUDA reads it: numbers, up to the first that names no device. Names (`GPU-...`, `MIG-...`) are
+    not resolved: they hide none.
+    """
+    if chosen is None:
+        return listed
+    found = []
+    for word in (word.strip() for word in chosen.split(",")):
+        if word.startswith(("GPU-", "MIG-")):
+            return listed
+        if not word.isdecimal() or int(word) >= len(listed):
+            break
+        found.append(listed[int(word)])
+    return found
 
 
 def _from_library() -> list[Gpu]:
@@ -470,49 +488,3 @@ def _fastest(function: Any, budget_s: float) -> float:
         best = min(best, now - start)
         if now > end:
             return best
-
-
-def place(config: Any) -> Placement:
-    """Decide the device placement of a `RunConfig`'s run.
-
-    Raises:
-        ConfigError: the backend does not have the method, the device does not exist, or the method
-            or the batch cannot be divided among the ranks.
-    """
-    spec = spec_of(config.method)
-    backend = backend_for(config.method, config.train.backend)
-    device = "cpu"
-    if backend != "mlx":
-        device = resolve_device(config.model.device)
-    if "WORLD_SIZE" not in os.environ:
-        return Placement(spec, backend, device)
-
-    rank, world = launched()
-    if world > 1 and spec.capability(Ranked) is None:
-        raise ConfigError(
-            f"method {spec.name} trains in one process",
-            expected="one process, or a method that trains in several",
-            received=f"{world} processes of torchrun",
-            hint="run `ondevice train` without torchrun",
-            needs=Need.RANKS,
-        )
-    check_rows(config.train.batch_size, world)
-    return Placement(spec, backend, device, rank, world)
-
-
-def resolve_device(name: str) -> str:
-    """Resolve `auto` to `cuda` if there is one, else `cpu`.
-
-    Raises:
-        ConfigError: the name is `cuda`, and the machine has no CUDA device.
-    """
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "model.device is cuda, and there is no CUDA device",
-            hint="`ondevice doctor` tells why; or use cpu",
-        )
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

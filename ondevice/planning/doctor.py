@@ -16,8 +16,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.core.process import python_command
 from ondevice.core.registry import targets
 from ondevice.planning import jetson
 from ondevice.planning.devices import gpus

@@ -13,8 +13,8 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
-from ondevice.objectives import objective_names
-from ondevice.planning.devices import Device, find_device, place
+from ondevice.objectives import objective, objective_names
+from ondevice.planning.devices import Device, find_device
 from ondevice.planning.request import Request, StepTime, step_time
 from ondevice.planning.runtime import runtime_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
     from ondevice.core.dims import ModelDims
     from ondevice.core.method import Placement
+    from ondevice.data.lengths import RowSizes
     from ondevice.offload.config import Rates
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -59,15 +60,14 @@ def weight_bytes(
         return WeightBytes(linears * item, table * item, heads * table * item, vectors * item)
     rows = table + dims.vocab * 4
     if by_rows and quantize in ("int8", "q4", "8da8w"):
-        outputs = dims.layers * sum(outputs for _, outputs in dims.linear_shapes.values())
+        outputs = dims.linear_outputs
         bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16}[quantize]
         packed = int(linears * bits / 8)
         if quantize != "q4":
             packed += 4 * outputs
         return WeightBytes(packed, rows, heads * rows, vectors * 4)
     if quantize in PACKED:
-        outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
-        packed = linears + dims.layers * outputs * 8
+        packed = linears + dims.linear_outputs * 8
         if quantize == "nf4":
             packed = int(linears * NF4_BITS / 8)
         return WeightBytes(packed, table * item, heads * table * item, vectors * item)
@@ -76,7 +76,7 @@ def weight_bytes(
     if quantize == "8da4w":
         return WeightBytes(int(linears * W4_BITS / 8), rows, int(table * W4_BITS / 8), vectors * 4)
     if quantize == "w8":
-        scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
+        scales = 4 * dims.linear_outputs
         return WeightBytes(linears + scales, table * 4, heads * table * 4, vectors * 4)
     raise ConfigError(
         "unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize
@@ -211,6 +211,7 @@ def plan(
     memory_limit_bytes: int | None = None,
     rates: Rates | None = None,
     world: int = 1,
+    sizes: RowSizes | None = None,
 ) -> Plan:
     """Estimate memory by part and time of a training step; no weights are loaded.
 
@@ -228,6 +229,7 @@ def plan(
         memory_limit_bytes: the run's limit, if that is less than the device allows.
         rates: of this machine, measured; they decide settings that are `auto`.
         world: processes that train together; `batch_size` is one's.
+        sizes: of the rows, for the time of a step.
 
     Raises:
         ConfigError: for an unknown device, dtype or runtime, or sizes below 1.
@@ -268,6 +270,7 @@ def plan(
         target,
         evaluates,
         world,
+        sizes=sizes,
     )
     return plan_request(name, request, rates)
 
@@ -281,17 +284,21 @@ def plan_run(
     placement: Placement,
     dims: ModelDims | None = None,
     rates: Rates | None = None,
+    sizes: RowSizes | None = None,
 ) -> Plan:
     """Estimate a run file's run on this machine; under `torchrun`, one rank of it.
 
     Args:
         dims: of the model, if it is already loaded.
         rates: of this machine, if they were measured.
+        sizes: of the rows; without them a step takes the time of the longest, all labelled.
 
     Raises:
         ConfigError, ModelError: as `plan`.
     """
     config = config.for_training()
+    if config.data.packing:
+        sizes = None
     return plan(
         dims or config.model.source,
         config.method,
@@ -304,20 +311,17 @@ def plan_run(
         memory_limit_bytes=config.train.memory_limit_bytes,
         rates=rates,
         world=placement.world,
+        sizes=sizes,
     )
 
 
-def fits_here(
-    config: RunConfig, placement: Placement | None = None, dims: ModelDims | None = None
-) -> bool:
-    """Return whether a run fits this machine; arguments are those of `plan_run`."""
-    return plan_run(config, placement or place(config), dims).fits
-
-
 def sequences_of(train: TrainConfig) -> int:
-    """Return the sequences of a step: its rows, or two texts of each if they are preferences."""
+    """Return the sequences of a step: its rows, two texts of each preference pair, or the answers
+    that are written to each."""
+    if train.objective == "grpo":
+        return train.group_size * train.batch_size
     if train.objective in objective_names():
-        return 2 * train.batch_size
+        return objective(train.objective).texts * train.batch_size
     return train.batch_size
 
 
@@ -328,20 +332,23 @@ def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
     decides = spec.capability(DecidesFromMemory)
     if decides is None or request.runtime != "torch":
         return request.method, ""
-    return decides.resolve(request, rates, _host_bytes(request.device))
+    return decides.resolve(request, rates, _host_bytes(request.device, request.method))
 
 
-def _host_bytes(device: Device) -> int | None:
-    """Return the usable bytes of the device's host, or None if it is not this machine."""
-    if device.name.startswith("this"):
-        return find_device("this-cpu").usable_bytes
-    return None
+def _host_bytes(device: Device, method: Any) -> int | None:
+    """Return the usable bytes of the device's host, at most the method's `host_memory_bytes`; None
+    if it is not this machine and nothing is set."""
+    limit = getattr(method, "host_memory_bytes", None)
+    if not device.name.startswith("this"):
+        return limit
+    usable = find_device("this-cpu").usable_bytes
+    return usable if limit is None else min(usable, limit)
 
 
 def plan_request(name: str, request: Request, rates: Rates | None = None) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
     method, why = resolved(request, rates)
-    request = replace(request, method=method, why=why or request.why)
+    request = replace(request, method=method, why=why or request.why, rates=rates or request.rates)
     dims, device, export = request.dims, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
     spec.check_model(dims)
@@ -381,7 +388,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
                 host = {}
             elif host:
                 notes.append(memory.host_note)
-                host_usable = _host_bytes(device)
+                host_usable = _host_bytes(device, method)
         if offloads and host:
             host["runtime"] = BASELINE_BYTES["torch", "cpu"]
     if memory.notes is not None:

@@ -120,14 +120,8 @@ def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
     return options
 
 
-def ensure_fits(plan: Plan, force: bool = False) -> None:
-    """Stop a run that would not fit, before it loads anything.
-
-    Raises:
-        DoesNotFitError: with the biggest parts and what to change; never with `force`.
-    """
-    if plan.fits or force:
-        return
+def does_not_fit(plan: Plan) -> DoesNotFitError:
+    """Return the error of a plan that does not fit: the biggest parts, and what to change."""
     device = plan.request.device
     memory = device.name
     listed = f"biggest parts: {parts_text(plan.parts, 3)}"
@@ -142,14 +136,14 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
         options.append(f"{words} ({size_text(other.total_bytes)}, {verdict})")
     if plan.total_bytes <= plan.usable_bytes and plan.host_usable_bytes is not None:
         listed = parts_text(plan.host_parts, 3)
-        raise DoesNotFitError(
+        return DoesNotFitError(
             f"{plan.model} with {plan.request.method.name} does not fit the host's memory; "
             f"biggest parts: {listed}",
             expected=f"at most {size_text(plan.host_usable_bytes)}",
             received=size_text(plan.host_total_bytes),
             hint=f"{spec_of(plan.request.method).memory().host_hint}, --force to run anyway",
         )
-    raise DoesNotFitError(
+    return DoesNotFitError(
         f"{plan.model} with {plan.request.method.name} does not fit {memory}; {listed}",
         expected=f"at most {size_text(plan.usable_bytes)} ({device.rule})",
         received=size_text(plan.total_bytes),

@@ -13,8 +13,10 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 from ondevice.core.errors import OndeviceError
+from ondevice.runtime_ops.build import load_executorch_ops
 
 
 class WrongResult(Exception):
@@ -67,12 +69,21 @@ def torch_cuda() -> str:
     return f"{name}, CUDA {torch.version.cuda}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
+def _first_output(program: Any, inputs: list[Any]) -> Any:
+    """Run an exported program in ExecuTorch's runtime."""
+    from executorch.runtime import Runtime
+
+    method = Runtime.get().load_program(program.buffer).load_method("forward")
+    if method is None:
+        raise WrongResult("the runtime does not load the program")
+    return method.execute(inputs)[0].numpy()
+
+
 def executorch() -> str:
     """Lower two linear layers to XNNPACK, run the program, and compare with eager PyTorch."""
     import torch
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
-    from executorch.runtime import Runtime
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -85,10 +96,7 @@ def executorch() -> str:
     delegates = len(program.executorch_program.execution_plan[0].delegates)
     if delegates == 0:
         raise WrongResult("XNNPACK took nothing of the program")
-    method = Runtime.get().load_program(program.buffer).load_method("forward")
-    if method is None:
-        raise WrongResult("the runtime does not load the program")
-    received = method.execute([x])[0].numpy()
+    received = _first_output(program, [x])
     error = _expect_close("program", received, model(x).detach().numpy(), 1e-4)
     return (
         f"executorch {version('executorch')}, {delegates} XNNPACK delegate ran, error {error:.1e}"
@@ -120,7 +128,6 @@ def executorch_ops() -> str:
     from executorch.runtime import Runtime
 
     from ondevice.runtime_ops import generator, torch_ops
-    from ondevice.runtime_ops.build import load_executorch_ops
 
     class Noise(torch.nn.Module):
         def forward(self, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -135,10 +142,7 @@ def executorch_ops() -> str:
     }
     inputs = torch.tensor([7]), torch.tensor([3])
     program = to_edge_transform_and_lower(torch.export.export(Noise(), inputs)).to_executorch()
-    method = Runtime.get().load_program(program.buffer).load_method("forward")
-    if method is None:
-        raise WrongResult("the runtime does not load a program with ondevice::normal")
-    received = method.execute(list(inputs))[0].numpy()
+    received = _first_output(program, list(inputs))
     error = _expect_close("ondevice::normal", received, generator.normal(7, 3, 0, 2, 10, 500), 1e-5)
     return (
         f"{len(names)} kernels registered, ondevice::normal ran in the runtime, error {error:.1e}"
@@ -155,7 +159,6 @@ def qnn() -> str:
     with libraries.quiet():
         from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
         from executorch.backends.qualcomm.utils import utils
-        from executorch.runtime import Runtime
 
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -166,10 +169,7 @@ def qnn() -> str:
             QcomChipset.SM8650, utils.generate_htp_compiler_spec(use_fp16=True)
         )
         program = utils.to_edge_transform_and_lower_to_qnn(model, (x,), spec).to_executorch()
-        method = Runtime.get().load_program(program.buffer).load_method("forward")
-        if method is None:
-            raise WrongResult("the runtime does not load the program")
-        received = method.execute([x])[0].numpy()
+        received = _first_output(program, [x])
     error = _expect_close("NPU program", received, model(x).detach().numpy(), 1e-2)
     return (
         f"onnxruntime-qnn {libraries.VERSION}: compiled for SM8650 and ran in the simulator, "

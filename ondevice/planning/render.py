@@ -34,6 +34,7 @@ MEANING = {
     "runtime": "the process before a model is loaded",
     "window": "layers and their gradients on the accelerator",
     "head": "the output head and its gradient",
+    "kept of the forward pass": "what the backward pass would compute again (method.recompute)",
     "block inputs": "saved inputs of each block, or of a few while the others are on the host",
     "kept inputs": "of the layers, for the backward pass",
     "inputs on the host": "of the layers, for the backward pass",
@@ -89,7 +90,11 @@ def render(plan: Plan) -> RenderableType:
             host.add_row(part, size_text(size), MEANING.get(part, ""))
         lines.append(host)
     if plan.fits:
-        lines.append(Text(f"fits, {size_text(plan.margin_bytes)} to spare", style="green"))
+        verdict = f"fits, {size_text(plan.margin_bytes)} to spare"
+        if plan.host_parts and plan.host_usable_bytes is None:
+            verdict = f"fits the GPU, {size_text(plan.margin_bytes)} to spare; its host needs "
+            verdict += f"{size_text(plan.host_total_bytes)}: --host-memory checks it"
+        lines.append(Text(verdict, style="green"))
     else:
         # The device or the host may be too small; the larger lack is the one to repair first.
         over = max(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ondevice.core.capabilities import Offloads
 from ondevice.core.config import ExportConfig
 from ondevice.core.dims import ModelDims
 from ondevice.core.registry import spec_of
 from ondevice.core.target import Runtime
+from ondevice.data.batching import round_up
 from ondevice.planning.devices import Device
-from ondevice.planning.runtime import product_rate, runtime_of
+from ondevice.planning.runtime import blocks_s, product_rate, runtime_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,24 @@ class Request:
     """Processes that train together."""
     why: str = ""
     """The reason for the settings of `method`, in a sentence."""
+    rates: Any = None
+    """Measured rates of this machine, if there are any."""
+    sizes: Any = None
+    """Of the rows (`RowSizes`); None if a step is of the longest rows, all labelled."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a row in a step, padding included, as they are on average."""
+        if self.sizes is None:
+            return self.length_tokens
+        return min(self.length_tokens, round_up(self.sizes.longest_of(self.batch_size)))
+
+    @property
+    def labelled_share(self) -> float:
+        """Share of a step's tokens that the loss is of."""
+        if self.sizes is None:
+            return 1.0
+        return min(1.0, self.sizes.labels / self.step_tokens)
 
 
 class StepTime(NamedTuple):
@@ -47,28 +67,51 @@ class StepTime(NamedTuple):
 
 
 def step_time(request: Request, weight_bytes: int) -> StepTime:
-    """Estimate a step's time: the longer of compute and memory, which overlap.
+    """Estimate a step's time: the longer of compute and memory, which overlap, or what a method
+    that offloads to an accelerator predicts.
 
     Args:
         weight_bytes: of weights that one pass over the model reads.
     """
     device = request.device
-    dims = request.dims
     cost = spec_of(request.method).cost()(
         request.dims, request.method, request.batch_size, request.length_tokens, weight_bytes
     )
     flops_s = device.flops_s.get(cost.dtype or request.dtype, device.flops_s.get(request.dtype))
+    offloads = spec_of(request.method).capability(Offloads)
+    if offloads is not None and offloads.step_s is not None and device.torch_device != "cpu":
+        seconds, lane = offloads.step_s(request, request.rates)
+        known = "measured" if request.rates is not None else "assumed"
+        return StepTime(cost.flops, seconds, f"estimate: bound by {lane}, rates {known}")
     if flops_s is None:  # bandwidth is only a bound, not an estimate
         basis = "no rate of matrix products is known for this device and dtype"
         return StepTime(cost.flops, None, basis)
     compute_s = cost.flops / flops_s
     if device.is_this_cpu and request.runtime == "torch":
-        sides = (max(dims.hidden, 1), max(dims.intermediate, 1))
-        compute_s = cost.flops / product_rate(request.batch_size * request.length_tokens, *sides)
-        if measured := runtime_of(request.method.name):
-            compute_s += measured.block_s * dims.layers
+        compute_s = _on_this_cpu(request)
     if device.bandwidth_bytes_s is not None:
         memory_s = cost.moved_bytes / device.bandwidth_bytes_s
         if memory_s > compute_s:
             return StepTime(cost.flops, memory_s, "estimate: bound by memory bandwidth")
     return StepTime(cost.flops, compute_s, "estimate: bound by matrix products")
+
+
+def _on_this_cpu(request: Request) -> float:
+    """Return the seconds of a step on this machine's CPU: those of its blocks as two of them take
+    them, and of its head's operations; or of all operations, if blocks cannot be measured."""
+    dims, method = request.dims, request.method
+    rows, length = request.batch_size, request.step_tokens
+    blocks = None
+    if request.dtype == "float32":
+        blocks = blocks_s(dims, method, rows, length)
+    work = spec_of(method).cost()
+    flops = work(dims, method, rows, length, 0).flops
+    if blocks is not None:
+        head = flops - work(replace(dims, vocab=1), method, rows, length, 0).flops
+        labelled = max(1, round(rows * length * request.labelled_share))
+        rate = product_rate(labelled, dims.hidden, dims.vocab)
+        return blocks + head * request.labelled_share / rate
+    compute_s = flops / product_rate(rows * length, max(dims.hidden, 1), max(dims.intermediate, 1))
+    if measured := runtime_of(method.name):
+        compute_s += measured.block_s * dims.layers
+    return compute_s

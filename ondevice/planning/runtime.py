@@ -13,9 +13,11 @@ import json
 import logging
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,16 +25,21 @@ import numpy as np
 from ondevice.artifact.files import atomic_write
 from ondevice.core.capabilities import Offloads
 from ondevice.core.errors import OndeviceError
+from ondevice.core.process import cache_root
 from ondevice.core.registry import method as method_spec
 from ondevice.core.registry import method_config, open_session
+from ondevice.core.session import IGNORE, Preparing
 from ondevice.core.untrusted import read_json
-from ondevice.models import load_model
-from ondevice.models.sources.cache import cache_root
+from ondevice.data.batching import Batch
+from ondevice.models import load_model, tiny_model
 from ondevice.planning.devices import cores
 from ondevice.training.metrics import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.session import Session
 
 log = logging.getLogger("ondevice.planning")
 FILE = "runtime.json"
@@ -86,7 +93,8 @@ def _measure(method: str) -> Runtime | None:
     try:
         with torch.random.fork_rng(devices=[]):
             loaded = load_model(MODEL)
-            session = open_session(loaded, method_config(method), 0)
+            settings = method_spec(method).for_training(method_config(method))
+            session = _opened(loaded, settings, ids, ids)
             times = [
                 _seconds(functools.partial(session.step, ids, ids, i, 0.0)) for i in range(STEPS)
             ]
@@ -94,15 +102,100 @@ def _measure(method: str) -> Runtime | None:
     except (OndeviceError, RuntimeError) as error:
         log.debug("the runtime of %s is not measured: %s", method, error)
         return None
-    measured = Runtime(resident_bytes(), min(times) / loaded.dims.layers)
-    _record(method, measured)
-    return measured
+    return _record(method, Runtime(resident_bytes(), min(times) / loaded.dims.layers))
+
+
+def _opened(loaded: Any, method: Any, ids: np.ndarray, labels: np.ndarray) -> Session:
+    """Open a session, and prepare its first step with rows of two tokens if its method does so."""
+    session = open_session(loaded, method, 0)
+    if isinstance(session, Preparing):
+        short = Batch(ids[:, -2:], labels[:, -2:])
+        with tempfile.TemporaryDirectory() as folder:
+            session.before_step(0, lambda step: short, Path(folder))
+    return session
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    """Return the seconds of a call; of one thread its CPU time, which other processes do not
+    lengthen."""
+    torch = sys.modules.get("torch")
+    clock = time.perf_counter
+    if torch is not None and torch.get_num_threads() == 1:
+        clock = time.thread_time
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+MOST_BLOCK_PARAMETERS = 1 << 23
+"""Of a block that is measured; a larger one's step is estimated from its operations."""
+MOST_TOKENS = 256
+"""Of a step that is measured; one with more takes as much longer. So a plan takes neither the
+memory nor the time of the run that it is for."""
+BLOCKS = 2
+"""Blocks of the model that is measured: two kinds of blocks mostly take turns."""
+_blocks: dict[tuple[Any, ...], float | None] = {}
+
+
+def blocks_s(dims: ModelDims, method: Any, rows: int, length_tokens: int) -> float | None:
+    """Return the seconds of a float32 step in a model's blocks, from steps of two such blocks.
+
+    The random model has the model's sizes and a small head, and the steps at most MOST_TOKENS. Only
+    a process that has torch measures.
+
+    Returns:
+        None if it cannot be measured: without torch, of unknown or large blocks, of a method that
+        offloads.
+    """
+    tokens = rows * length_tokens
+    length_tokens = min(length_tokens, MOST_TOKENS)
+    rows = min(rows, MOST_TOKENS // length_tokens)
+    key = (dims, method.model_dump_json(), rows, length_tokens)
+    if key not in _blocks:
+        known = not dims.whole and dims.block_parameters <= MOST_BLOCK_PARAMETERS
+        offloads = method_spec(method.name).capability(Offloads)
+        found = None
+        if "torch" in sys.modules and known and not offloads:
+            found = _measure_blocks(dims, method, rows, length_tokens)
+        _blocks[key] = found
+    seconds = _blocks[key]
+    if seconds is None:
+        return None
+    return seconds * tokens / (rows * length_tokens)
+
+
+def _measure_blocks(dims: ModelDims, method: Any, rows: int, length_tokens: int) -> float | None:
+    """Run steps of a random model with BLOCKS of the blocks; the median counts, as a step of the run
+    is disturbed by other processes, too."""
+    import torch
+
+    layers = min(BLOCKS, dims.layers)
+    sizes: dict[str, Any] = {
+        "hidden": dims.hidden,
+        "intermediate": dims.intermediate,
+        "heads": dims.heads,
+        "kv_heads": dims.kv_heads,
+        "max_positions": max(length_tokens, TOKENS),
+    }
+    if dims.head_dim * dims.heads != dims.hidden:
+        sizes["head_dim"] = dims.head_dim
+    ids = np.tile(np.arange(length_tokens, dtype=np.int64) % 97, (rows, 1))
+    labels = ids.copy()
+    labels[:, :-1] = IGNORE
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = tiny_model(dims.family, layers=layers, **sizes)
+            session = _opened(model, method, ids, labels)
+            step = functools.partial(session.step, ids, labels, 0, 0.0)
+            step()  # its first step makes moments and buffers
+            times = [_seconds(step)]
+            while len(times) < STEPS and sum(times) < BUDGET_S * STEPS:
+                times.append(_seconds(step))
+            session.close()
+    except (OndeviceError, RuntimeError, ValueError) as error:
+        log.debug("the blocks of %s are not measured: %s", dims.family, error)
+        return None
+    return float(np.median(times)) / layers * dims.layers
 
 
 MOST_SIDE = 2048
@@ -144,8 +237,9 @@ def _recorded() -> dict[str, Runtime]:
     return {}
 
 
-def _record(method: str, measured: Runtime) -> None:
-    """Keep the least of what processes measured: some hold more than a run needs."""
+def _record(method: str, measured: Runtime) -> Runtime:
+    """Keep the least of what processes measured, as some hold more than a run needs; return this
+    process's own, which its run will have around it."""
     key = _key(method)
     every = _recorded()
     if key in every:
@@ -157,3 +251,4 @@ def _record(method: str, measured: Runtime) -> None:
     with contextlib.suppress(OndeviceError, OSError):
         cache_root().mkdir(parents=True, exist_ok=True)
         atomic_write(cache_root() / FILE, json.dumps(every, indent=2) + "\n")
+    return measured

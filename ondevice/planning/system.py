@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 
 from ondevice.core.errors import MissingPackageError, ModelError
-from ondevice.models.sources.cache import RECORD_NAME, cache_root, read_record
+from ondevice.core.process import cache_root
+from ondevice.models.sources.cache import RECORD_NAME, read_record
 from ondevice.planning import jetson
 from ondevice.planning.devices import available_bytes, total_bytes
 from ondevice.planning.jetson import Outcome

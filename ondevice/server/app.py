@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.routing import Match, Mount
 from starlette.staticfiles import StaticFiles
 
-from ondevice.core.version import own_version
+from ondevice.core.process import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
 from ondevice.server.guard import Guard

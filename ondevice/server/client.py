@@ -31,6 +31,7 @@ __all__ = ["Client", "RefusedError"]
 PART_BYTES = 4 << 20
 PAGE = 1000
 """Entries of a list per request."""
+POLL_S = 0.2
 ENDED = ("done", "failed", "cancelled")
 CHECKED_BYTES_PER_S = 1 << 20
 """Bytes per second that even a small board checks of an upload."""
@@ -137,7 +138,7 @@ class Client(Transport):
 
     def create_job(self, **job: Any) -> dict[str, Any]:
         """Queue a job: model or artifact, dataset, and optionally eval_dataset, adapter, config,
-        name, priority, window, limits, force."""
+        name, priority, window, limits, force. The data set `thumbs` is the store's ratings."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
         try:
             return self.ask("POST", "/v1/jobs", job, headers=headers)
@@ -205,9 +206,7 @@ class Client(Transport):
                     ) from None
                 time.sleep(min(5.0, 0.2 * 2**failures))
 
-    def wait(
-        self, job: str, timeout_s: float = float("inf"), poll_s: float = 0.2
-    ) -> dict[str, Any]:
+    def wait(self, job: str, timeout_s: float = float("inf")) -> dict[str, Any]:
         """Wait for the end of a job, and return it.
 
         Raises:
@@ -219,7 +218,7 @@ class Client(Transport):
                 raise BusyError(
                     f"job {job} is {row['state']}", expected=f"the end within {timeout_s:g} s"
                 )
-            time.sleep(poll_s)
+            time.sleep(POLL_S)
         return row
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -254,7 +253,7 @@ class Client(Transport):
         return self.ask("GET", "/v1/conversions")
 
     def wait_for_conversion(
-        self, conversion: str, told: Callable[[str], None] = lambda stage: None, poll_s: float = 0.2
+        self, conversion: str, told: Callable[[str], None] = lambda stage: None
     ) -> dict[str, Any]:
         """Wait for the end of a conversion, and return it; call `told` with each stage.
 
@@ -268,7 +267,7 @@ class Client(Transport):
         ):
             if row["stage"] != stage:
                 told(stage := row["stage"])
-            time.sleep(poll_s)
+            time.sleep(POLL_S)
         if row["state"] == "failed":
             raise refusal(422, json.dumps(row["error"]).encode())
         return row
@@ -334,6 +333,11 @@ class Client(Transport):
             "adapter": adapter,
         }
         return self.ask("POST", "/v1/thumbs", values)
+
+    def rate(self, response: str, rating: str, index: int = 0) -> dict[str, Any]:
+        """Rate one of the daemon's last answers, `up` or `down`, by the id of its response."""
+        values = {"id": response, "rating": rating, "index": index}
+        return self.ask("POST", "/v1/feedback", values)
 
     def thumbs(self, limit: int = 100) -> list[dict[str, Any]]:
         """Return the rated replies, the newest first."""

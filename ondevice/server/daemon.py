@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
 from ondevice.server.pools import Pools
 from ondevice.server.queue import Queue
+from ondevice.server.recent import Recent
 from ondevice.server.store import MissingError, Store
 from ondevice.server.supervisor import Supervisor
 from ondevice.server.worker import JOB
@@ -44,6 +46,7 @@ class Daemon:
         root: the store's folder.
         fleet_progress: see `Fleets`.
         allows_unknown_fields: requests for completions may have fields that nobody knows.
+        rewards: see `Store.rewards`.
 
     Raises:
         BusyError: another daemon serves this store.
@@ -54,8 +57,10 @@ class Daemon:
         root: str | Path,
         fleet_progress: Progress = lambda folder: None,
         allows_unknown_fields: bool = False,
+        rewards: Iterable[str] = (),
     ) -> None:
         self.store = Store(root)
+        self.store.rewards = frozenset(rewards)
         self.allows_unknown_fields = allows_unknown_fields
         self._lock = _locked(self.store.root / LOCK)
         self.hub = Hub(self.store)
@@ -66,6 +71,7 @@ class Daemon:
         )  # a separate process: this one loads frameworks, and checking a large file takes minutes
         self.helpers = (self.data_helper, self.plan_helper)
         self.engine = Engine(lambda: running_job(self))
+        self.recent = Recent()
         # A model that is still loaded must not take the memory of a job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=self.engine.end_if_idle)
         self.fleets = Fleets(

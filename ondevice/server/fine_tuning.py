@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from ondevice.core.config import Documented
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method
+from ondevice.server.fields import at_most
 from ondevice.server.jobs import JobRequest, method_name
 from ondevice.server.queue import Job
 from ondevice.server.schemas import ResponseBody
@@ -79,7 +80,7 @@ class FineTuningRequest(Documented):
     suffix: str | None = Field(default=None, max_length=64)
     """The job's name."""
     seed: int | None = Field(default=None, ge=0, lt=2**31)
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: Annotated[dict[str, str] | None, at_most(16)] = Field(default=None, max_length=16)
     """Texts of the client, which the job returns."""
     integrations: list[Any] | None = Field(default=None, json_schema_extra={"maxItems": 0})
     """Not supported."""

@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import Field
 
 from ondevice.artifact.files import atomic_write, private
-from ondevice.core.child import python_command
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.core.process import python_command
 from ondevice.core.untrusted import read_object
 from ondevice.server.jobs import Window
 from ondevice.server.queue import in_window

@@ -21,8 +21,8 @@ from collections.abc import Generator
 from typing import Any
 
 from ondevice.core import errors
-from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, OndeviceError, TrainingError
+from ondevice.core.process import python_command
 from ondevice.server.worker import child_environment
 
 _log = logging.getLogger(__name__)

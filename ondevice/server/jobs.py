@@ -13,18 +13,22 @@ from pydantic import ConfigDict, Field, field_validator
 
 from ondevice.api.export import run_config
 from ondevice.api.runfile import RunConfig
-from ondevice.artifact.manifest import read_manifest
+from ondevice.artifact.manifest import ANSWERS, ANSWERS_FILE, read_manifest
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ArtifactError, ConfigError
-from ondevice.core.registry import DEFAULT_METHOD, method
+from ondevice.core.manifest import Manifest
+from ondevice.core.registry import DEFAULT_METHOD, method, target
 from ondevice.core.untrusted import read_json
 from ondevice.models import family_classes, find_cached
 from ondevice.models.sources.hub import HUB_ID
 from ondevice.models.sources.package import KNOWN
+from ondevice.server.fields import at_most
 from ondevice.server.store import ID, MissingError, Store
 
 ARTIFACT = "artifact:"
 """Prefix of an artifact's id in place of a model's."""
+THUMBS = "thumbs"
+"""In place of a data set's id: the ratings of the store."""
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
 _SECTIONS = ("method", "train", "data", "model")
 _OURS = {
@@ -82,9 +86,10 @@ class JobSpec(StrictConfig):
     artifact: str | None = Field(default=None, max_length=200)
     """An artifact of GET /v1/artifacts."""
     dataset: str = Field(max_length=64)
-    """A data set of GET /v1/datasets."""
+    """A data set of GET /v1/datasets; `thumbs` for the ratings of GET /v1/thumbs as they are now, of
+    which the job keeps a data set."""
     eval_dataset: str | None = Field(default=None, max_length=64)
-    """Held-out rows, only evaluated."""
+    """Held-out rows, only evaluated. If both are `thumbs`, every fifth prompt is kept back."""
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters to start from."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -95,7 +100,9 @@ class JobSpec(StrictConfig):
     """Memory, time and retries."""
     force: bool = False
     """Run even if the plan says it does not fit."""
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default={}, max_length=16)
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], at_most(16)] = Field(
+        default={}, max_length=16
+    )
     """Of the client, for OpenAI's form of a job; it changes nothing."""
 
     @field_validator("config")
@@ -125,7 +132,7 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         raise ConfigError(
             "a job has a model or an artifact", expected="one of them", received="both or none"
         )
-    _check_sections(spec.config)
+    _check_sections(spec.config, store.rewards)
     ours: dict[str, Any] = {"data.path": dataset_file(store, spec.dataset), "train.out": out}
     if spec.eval_dataset is not None:
         ours["data.eval_path"] = dataset_file(store, spec.eval_dataset)
@@ -226,8 +233,14 @@ def artifact_folder(store: Store, name: str) -> Path:
     return folder
 
 
-def _check_sections(config: dict[str, Any]) -> None:
-    """Refuse keys that the store sets, also hidden in a key with dots."""
+def is_program(folder: Path) -> bool:
+    """Return True for an artifact that answers in a runtime of its own, and not in PyTorch."""
+    return target(read_manifest(folder, check_files=False).target).runtime != "torch"
+
+
+def _check_sections(config: dict[str, Any], rewards: frozenset[str]) -> None:
+    """Refuse keys that the store sets, also hidden in a key with dots, and code that the daemon's
+    owner has not allowed."""
     for section, values in config.items():
         if section not in _SECTIONS:
             reason = f"'{section}' is not a section of a job"
@@ -241,9 +254,8 @@ def _check_sections(config: dict[str, Any]) -> None:
                     expected="the job's fields model, dataset, eval_dataset, limits",
                     received=f"config.{section}.{key}",
                 )
-            if key == "objective_command":
-                raise ConfigError("a job cannot run its own program", expected="objective loss, accuracy or f1",
-                                  received=f"config.{section}.{key}", hint="`ondevice train` can run one")  # fmt: skip
+            if key in ("objective_command", "reward") and values[key] is not None:
+                _check_reward(section, key, values[key], rewards)
             if (section, key) == ("data", "task") and not re.fullmatch(TASK_NAME, str(values[key])):
                 raise ConfigError("a job names its task", expected="a task of GET /v1/settings",
                                   received=str(values[key])[:80])  # fmt: skip
@@ -251,6 +263,19 @@ def _check_sections(config: dict[str, Any]) -> None:
                 raise ConfigError(
                     "a key has a dot", expected=f"a setting of '{section}'", received=repr(key)
                 )
+
+
+def _check_reward(section: str, key: str, value: Any, rewards: frozenset[str]) -> None:
+    """Refuse a function or a program that the daemon's owner has not allowed: it is code, and the
+    name comes from whoever sent the job."""
+    if isinstance(value, str) and value in rewards:
+        return
+    raise ConfigError(
+        "the daemon's owner has not allowed this reward or score",
+        expected=", ".join(sorted(rewards)) or "objective loss, accuracy or f1; none is allowed",
+        received=f"config.{section}.{key}: {value!r:.200}",
+        hint="the owner allows it by its exact words: `ondevice serve --allow-reward WORDS`",
+    )
 
 
 def _check_method(values: Any) -> None:
@@ -355,7 +380,7 @@ def locate_model(store: Store, name: str) -> str:
 
 
 def list_artifacts(store: Store) -> list[dict[str, Any]]:
-    """List the artifacts of the store: id, target, runtime, method, model. Jobs check hashes."""
+    """List the artifacts of the store, and whether each answers with text. Jobs check hashes."""
     artifacts = []
     for folder in sorted((store.root / "artifacts").iterdir()):
         if not ID.fullmatch(folder.name) or not (folder / "manifest.json").is_file():
@@ -371,10 +396,22 @@ def list_artifacts(store: Store) -> list[dict[str, Any]]:
                 "runtime": manifest.runtime,
                 "method": str(manifest.method.get("name", "")),
                 "model": manifest.model.source,
+                "generates": _generates(folder, manifest),
                 "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
             }
         )
     return artifacts
+
+
+def _generates(folder: Path, manifest: Manifest) -> bool:
+    """Return True if an artifact answers with text: in PyTorch, or by a program that can."""
+    try:
+        runtime = target(manifest.target).runtime
+    except ConfigError:  # of a plugin that is not installed here
+        return False
+    if runtime == "torch" or (folder / ANSWERS / ANSWERS_FILE).is_file():
+        return True
+    return "block_prefill" in manifest.program_spec.methods
 
 
 def _source(folder: Path) -> str | None:

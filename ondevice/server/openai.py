@@ -37,6 +37,7 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v1/feedback",
     "/v1/files",
     "/v1/fine_tuning",
     "/v1/models",
@@ -92,6 +93,6 @@ def error_for(path: str, status: int, values: dict[str, Any]) -> dict[str, Any]:
     if not is_openai(path):
         return values
     missing = "model_not_found"
-    if path.startswith(("/v1/files", "/v1/fine_tuning")):
+    if path.startswith(("/v1/feedback", "/v1/files", "/v1/fine_tuning")):
         missing = "not_found"
     return error_body(status, values, missing)

@@ -16,6 +16,9 @@ class Built:
         model: the name in the request.
         choices: texts of each prompt.
         probabilities: report those of the tokens.
+
+    Attributes:
+        texts: what each choice generated, by its index, as far as it was built.
     """
 
     def __init__(self, chat: bool, model: str, choices: int, probabilities: bool) -> None:
@@ -26,6 +29,7 @@ class Built:
         self.head = {"id": name, "created": int(time.time()), "model": model}
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.texts: dict[int, str] = {}
 
     def count(self, index: int, first: dict[str, Any], end: dict[str, Any]) -> None:
         """Count the tokens of a choice by its first part and its end; each prompt counts once."""
@@ -50,11 +54,12 @@ class Built:
         return {**self.head, "object": kind, "choices": choices, "usage": self.usage}
 
     def choice(
-        self, index: int, first: dict[str, Any], parts: list[dict[str, Any]], end: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Build a choice from all its parts."""
-        text = first.get("echo", "") + "".join(part.get("text", "") for part in parts)
-        tokens = [token for part in parts for token in _tokens(part)]
+        self, index: int, first: dict[str, Any], text: str, tokens: list[dict[str, Any]],
+        end: dict[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Build a choice from its text and the probabilities of its tokens."""
+        self.texts[index] = text
+        text = first.get("echo", "") + text
         if self.chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
@@ -77,8 +82,9 @@ class Built:
     def part(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
         """Build the piece for a part."""
         text = part.get("text", "")
+        self.texts[index] = self.texts.get(index, "") + text
         content = {"delta": {"content": text}} if self.chat else {"text": text}
-        return self._chunk(index, {**content, "logprobs": self._logprobs(_tokens(part))})
+        return self._chunk(index, {**content, "logprobs": self._logprobs(tokens_of(part))})
 
     def last(self, index: int, end: dict[str, Any]) -> dict[str, Any]:
         """Build the piece that says why a choice ended."""
@@ -115,7 +121,7 @@ class Built:
         }
 
 
-def _tokens(part: dict[str, Any]) -> list[dict[str, Any]]:
+def tokens_of(part: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the tokens of a part, which are the prompt's or the text's."""
     return part.get("prompt") or part.get("tokens") or []
 

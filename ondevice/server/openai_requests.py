@@ -6,17 +6,20 @@ daemon allows it: a client that sends one believes that it is obeyed.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
 from ondevice.core.errors import ConfigError
+from ondevice.server.fields import AT_ONCE, at_most
 
 TOP = 20
 """Most alternatives reported for a token."""
 CHOICES = 128
 """Most texts of one request: its prompts times `n`."""
+MOST_PROBABILITIES = 1 << 18
+"""Most probabilities in a response that is not streamed, alternatives included: some 100 MiB."""
 ALLOW = "--allow-unknown-fields"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -69,8 +72,47 @@ _HARMLESS = {
 }
 """Fields of OpenAI's API that do not change an answer."""
 
+BIASES = 1024
+"""Most tokens of `logit_bias`."""
+Texts = Annotated[list[str], AT_ONCE]
+Ids = Annotated[list[int], AT_ONCE]
 
-class StreamOptions(BaseModel):
+
+def too_many_probabilities(received: object) -> ConfigError:
+    """Build the error for a response that would take too much memory."""
+    return ConfigError(
+        "'logprobs' of a response that is not streamed",
+        expected=f"at most {MOST_PROBABILITIES} probabilities, alternatives included",
+        received=received,
+        hint="set stream, or ask for fewer tokens, texts or alternatives",
+    )
+
+
+def _unknown(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"'{name}' is not a known field",
+        received=str(value)[:200],
+        hint=f"leave it out (a daemon that is started with {ALLOW} ignores it)",
+    )
+
+
+def check_fields(part: BaseModel, place: str) -> None:
+    """Raise ConfigError for a field of a part that is not known and holds something.
+
+    Clients send an answer back with all of its fields, most of them empty.
+    """
+    for name, value in (part.model_extra or {}).items():
+        if value not in (None, False, "", [], {}):
+            raise _unknown(f"{place}.{name}", value)
+
+
+class Strict(Documented):
+    """A part of a request whose fields are checked by `check_fields`."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+
+class StreamOptions(Strict):
     """Options of a streamed response."""
 
     include_usage: bool = False
@@ -79,10 +121,8 @@ class StreamOptions(BaseModel):
     """Ignored: pieces have no padding."""
 
 
-class CompletionRequest(Documented):
+class CompletionRequest(Strict):
     """The fields of both kinds of request."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
 
     model: str = Field(min_length=1, max_length=200)
     """A model, adapter or artifact of GET /v1/models. An adapter is used with its base model."""
@@ -105,9 +145,9 @@ class CompletionRequest(Documented):
     """Subtracted from the logits of the text's tokens."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted as often as a token occurs in the text."""
-    logit_bias: dict[str, float] | None = Field(
+    logit_bias: Annotated[dict[str, float] | None, at_most(BIASES)] = Field(
         default=None,
-        max_length=1024,
+        max_length=BIASES,
         json_schema_extra={
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -119,7 +159,7 @@ class CompletionRequest(Documented):
         json_schema_extra={"minimum": -(2**53), "maximum": 2**53},
     )  # fmt: skip
     """Gives the same texts on the same machine; the n-th text takes the n-th seed from it."""
-    stop: str | list[str] | None = Field(
+    stop: str | Texts | None = Field(
         default=None,
         max_length=1000,
         json_schema_extra={
@@ -150,11 +190,9 @@ class CompletionRequest(Documented):
                         f"'{name}' is not supported", expected=expected, received=str(value)[:200]
                     )
             elif name not in _HARMLESS and not allows_unknown:
-                raise ConfigError(
-                    f"'{name}' is not a known field",
-                    received=str(value)[:200],
-                    hint=f"leave it out (a daemon that is started with {ALLOW} ignores it)",
-                )
+                raise _unknown(name, value)
+        if self.stream_options is not None and not allows_unknown:
+            check_fields(self.stream_options, "stream_options")
         if len(self.stops) > 4 or not all(self.stops):
             raise ConfigError(
                 "'stop'", expected="at most four texts, none empty", received=self.stop
@@ -170,6 +208,19 @@ class CompletionRequest(Documented):
         if isinstance(self.stop, str):
             return [self.stop]
         return list(self.stop or ())
+
+    def check_size(self, asked: list[dict[str, Any]]) -> None:
+        """Refuse a response that would take too much memory.
+
+        Args:
+            asked: what `asked` gave.
+        """
+        if self.stream:
+            return
+        texts = [one for one in asked if one["top"] is not None]
+        count = sum((one["max_new_tokens"] or 0) * (1 + one["top"]) for one in texts)
+        if count > MOST_PROBABILITIES:
+            raise too_many_probabilities(count)
 
     def choices(self, prompts: list[Any], **fields: Any) -> list[dict[str, Any]]:
         """Return the arguments of the engine's `Completion` for each text, without the model."""
@@ -201,25 +252,31 @@ class CompletionRequest(Documented):
         return texts
 
 
-class Part(BaseModel):
+class Part(Strict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str = Field(max_length=100_000)
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Strict):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] = Field(max_length=100_000)
+    content: str | Annotated[list[Part], AT_ONCE] = Field(max_length=100_000)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the content; empty if it is a text."""
+        if isinstance(self.content, str):
+            return []
+        return self.content
 
     def plain(self) -> dict[str, str]:
         """Return the turn for a chat template."""
-        if isinstance(self.content, str):
-            text = self.content
-        else:
-            text = "".join(part.text for part in self.content)
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in self.parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -236,6 +293,11 @@ class ChatRequest(CompletionRequest):
     def asked(self, allows_unknown: bool = False) -> list[dict[str, Any]]:
         """Return the arguments of the engine's `Completion` for each text, without the model."""
         self.check(allows_unknown)
+        if not allows_unknown:
+            for number, message in enumerate(self.messages):
+                check_fields(message, f"messages.{number}")
+                for part in message.parts:
+                    check_fields(part, f"messages.{number}.content")
         top = None
         if self.logprobs:
             top = self.top_logprobs or 0
@@ -249,7 +311,7 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Texts | Ids | Annotated[list[Ids], AT_ONCE] = Field(
         max_length=100_000, json_schema_extra={"minItems": 1}
     )
     """A text or its token ids, or a list of either."""

@@ -31,7 +31,7 @@ from ondevice.server.predict import NoTaskError
 from ondevice.server.routes import json_response, refused
 from ondevice.server.routes.asking import LEFT, ClientLeft
 from ondevice.server.store import MissingError
-from ondevice.server.uploads import IncompleteError
+from ondevice.server.upload_requests import IncompleteError
 from ondevice.server.words import error_for_api
 
 if TYPE_CHECKING:

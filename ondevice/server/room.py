@@ -5,18 +5,22 @@ It is computed in the process that loads the model, so nothing else has to be fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ondevice.api.plan import planned
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import BusyError, OndeviceError
+from ondevice.models import LoadedModel
 from ondevice.planning.artifacts import plan_artifact
-from ondevice.planning.devices import find_device, place
-from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES, fits_here, plan_run
+from ondevice.planning.devices import find_device
+from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES
 from ondevice.planning.render import MEANING
-from ondevice.training.length import with_length
+from ondevice.training.objective import with_objective
+from ondevice.training.rows import OpenedRows
 
 MIB = 1 << 20
 _planned: dict[str, dict[str, Any]] = {}
@@ -26,14 +30,17 @@ _planned: dict[str, dict[str, Any]] = {}
 def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
     """Plan a job: memory by part and time per step, within its memory limit if it has one."""
     run = RunConfig.parse(config, "job")
+    run.check_data()
     if artifact is None:
-        run, _ = with_length(run, fits=fits_here)
-        planned = plan_run(run, place(run))
+        plan_of_job = planned(run, OpenedRows(run.data))
     else:
         folder = Path(artifact)
-        planned = plan_artifact(folder, read_manifest(folder), run.train.memory_limit_bytes)
-    parts = planned.parts | planned.host_parts
-    return planned.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
+        manifest = read_manifest(folder)
+        opened = OpenedRows(run.data, task=manifest.task)
+        with_objective(run.train, run.method, manifest, opened)
+        plan_of_job = plan_artifact(folder, manifest, run.train.memory_limit_bytes)
+    parts = plan_of_job.parts | plan_of_job.host_parts
+    return plan_of_job.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
 
 
 def needs(
@@ -80,6 +87,18 @@ def check_room_here(parts: dict[str, int], device: str, job: dict[str, Any]) -> 
         hint="pause the job or wait for its end; an artifact with packed weights (NF4) needs less "
         "than its model",
     )
+
+
+def has_room(
+    loaded: LoadedModel, lengths: Sequence[int], read: int, job: dict[str, Any] | None
+) -> bool:
+    """Return True if the keys and values of texts of these lengths fit next to a job, all kept at
+    the longest one's; those of `read` tokens are there already."""
+    tokens = max(lengths) * len(lengths) - read
+    head = loaded.family.head_weight
+    need = tokens * cache_bytes(loaded.dims, head.element_size())
+    device = head.device.type
+    return need <= usable_bytes(device) - job_wants(device, job)
 
 
 def usable_bytes(device: str) -> int:

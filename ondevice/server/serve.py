@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ def serve(
     ready: Callable[[str], None] = lambda address: None,
     fleet_progress: Progress = lambda folder: None,
     allow_unknown_fields: bool = False,
+    rewards: Sequence[str] = (),
 ) -> None:
     """Serve a store until SIGTERM or SIGINT; the running job is then saved and queued again.
 
@@ -51,6 +52,7 @@ def serve(
         ready: called with the address once the daemon listens.
         fleet_progress: see `Fleets`.
         allow_unknown_fields: ignore fields of completions that nobody knows; else they are refused.
+        rewards: functions and programs that a job may name as its reward or its score.
 
     Raises:
         BusyError: another daemon serves the store.
@@ -74,7 +76,7 @@ def serve(
                 f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner"
             )
     os.umask(0o077)  # only this user can read data and tokens
-    daemon = Daemon(store or default_store(), fleet_progress, allow_unknown_fields)
+    daemon = Daemon(store or default_store(), fleet_progress, allow_unknown_fields, rewards)
     ensure_guarded(daemon.store, host)
     start_log(daemon.store.root / "logs")
     if not is_loopback(host) and tls_cert is None:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
-from ondevice.core.paths import expanded
+from ondevice.core.process import expanded
 from ondevice.server.clock import StoreClock
 from ondevice.server.reserve import NAME as RESERVE
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
@@ -158,6 +158,9 @@ class Store:
         StorageError: the folder cannot be written, the database is damaged, or a newer version
             wrote it.
     """
+
+    rewards: frozenset[str] = frozenset()
+    """Functions and programs that a job may name as its reward or its score."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = expanded(root).absolute()

@@ -97,9 +97,19 @@ class Supervisor(threading.Thread):
                 Exception
             ):  # a full disk, for example: a dead supervisor would leave its worker unwatched
                 _log.exception("an error in the supervisor, which goes on")
+                if self._leaves_end_to_next_start():
+                    return
                 time.sleep(1.0)
             self._wake.wait(POLL_S if self.running else IDLE_S)
             self._wake.clear()
+
+    def _leaves_end_to_next_start(self) -> bool:
+        """Return True if the daemon stops and only the end of a job could not be recorded.
+
+        `recover` records it; the disk may stay full for longer than a service may take to stop.
+        """
+        is_over = self.running is not None and self.running.ended is not None
+        return self._ending.is_set() and is_over
 
     def _tick(self) -> None:
         if self.running is not None:
@@ -255,7 +265,7 @@ def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
 def job_values(job: Job, spec: JobSpec, config: RunConfig, store: Store) -> dict[str, Any]:
     """Return what a job's worker reads (`worker.JOB`).
 
-    The run file has only what the job names: what it leaves open the run decides, once.
+    The run file has only the settings that the job names: the run decides the others, once.
     """
     artifact = None
     if spec.artifact:

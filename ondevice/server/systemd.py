@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ondevice.artifact.files import atomic_write
-from ondevice.core.child import python_command
 from ondevice.core.errors import ConfigError
+from ondevice.core.process import python_command
 from ondevice.server.serve import HOST, PORT
 
 UNIT = "ondevice.service"
@@ -102,6 +103,7 @@ def unit(
     tls_key: Path | None = None,
     *,
     allow_unknown_fields: bool = False,
+    rewards: Sequence[str] = (),
     offline: bool = False,
     groups: tuple[str, ...] = ("video", "render"),
     python: str = sys.executable,
@@ -109,7 +111,7 @@ def unit(
     """Write the unit's text.
 
     Args:
-        allow_unknown_fields: as for `server.serve.serve`.
+        allow_unknown_fields, rewards: as for `server.serve.serve`.
         offline: also let the kernel drop what comes from or goes to other machines.
         groups: of the GPU's devices; systemd does not start a unit with an unknown group.
         python: the interpreter with ondevice; everybody must be able to read it, so not in a home.
@@ -122,6 +124,7 @@ def unit(
     )
     if allow_unknown_fields:
         words.append("--allow-unknown-fields")
+    words += [word for reward in rewards for word in ("--allow-reward", reward)]
     files = {"tls-cert": tls_cert, "tls-key": tls_key}
     # A DynamicUser cannot read root's key: systemd passes a copy, in a folder of the service.
     credentials = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ondevice.artifact.files import atomic_write, storage_errors
 from ondevice.core.errors import BusyError, ConfigError, DataError
@@ -28,6 +28,8 @@ from ondevice.server.store import MissingError, Store
 
 MOST = 1000
 """Templates of a store."""
+MOST_ITEMS = 1000
+"""Fields, labels or candidates of one template."""
 
 
 class TemplateRequest(Template):
@@ -38,6 +40,15 @@ class TemplateRequest(Template):
 
     prompt: str = Field(min_length=1, max_length=100_000)
     """The text before the answer; `{name}` stands for the column of that name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_sizes(cls, values: Any) -> Any:
+        """Refuse a large template before each of its items is read."""
+        for name, value in dict(values).items():
+            if isinstance(value, (dict, list)) and len(value) > MOST_ITEMS:
+                raise ValueError(f"'{name[:100]}' has more than {MOST_ITEMS} items")
+        return values
 
 
 def create(store: Store, request: TemplateRequest) -> dict[str, Any]:

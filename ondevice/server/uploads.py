@@ -9,135 +9,27 @@ folders before it was checked, and a refused upload is deleted.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import ConfigDict, Field
-
-from ondevice.artifact.files import fsync_folder, fsync_tree, sha256_file, storage_errors
-from ondevice.artifact.manifest import read_manifest
-from ondevice.core.config import StrictConfig
-from ondevice.core.errors import (
-    ArtifactError,
-    BusyError,
-    ConfigError,
-    DataError,
-    ModelError,
-    OndeviceError,
-    StorageError,
-    TrainingError,
+from ondevice.artifact.files import sha256_file, storage_errors
+from ondevice.core.errors import BusyError, ConfigError, StorageError, TrainingError
+from ondevice.server.placing import PLACES, SPARE_BYTES, Check
+from ondevice.server.store import MissingError, Store, new_id
+from ondevice.server.upload_requests import (
+    LIMITS,
+    ROW_SUFFIXES,
+    FinishRequest,
+    IncompleteError,
+    UploadRequest,
 )
-from ondevice.core.untrusted import read_object
-from ondevice.server.adapters import copy_adapter, insert_adapter
-from ondevice.server.jobs import OPTIONS, TASK_NAME, locate_task
-from ondevice.server.store import ID, MissingError, Store, new_id
-from ondevice.server.unpack import unpack
 
-Kind = Literal["dataset", "model", "artifact", "adapter"]
-GIB = 1 << 30
-LIMITS: dict[Kind, int] = {
-    "dataset": 2 * GIB,
-    "model": 64 * GIB,
-    "artifact": 64 * GIB,
-    "adapter": 4 * GIB,
-}
 PART_BYTES = 8 << 20
-SPARE_BYTES = 256 << 20
-"""Bytes that an upload leaves free on the disk, for jobs and the database."""
 KEPT_S = 24 * 3600.0
 """Seconds that an upload waits for its next part, by the store's clock."""
-PROBLEMS = 100
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
-
-
-_ENDINGS = "|".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
-_NAMES: dict[Kind, str] = {
-    "dataset": rf"[^./]\.({_ENDINGS})$",
-    "model": f"^{ID.pattern}$",
-    "artifact": f"^{ID.pattern}$",
-    "adapter": ".",
-}
-
-
-class UploadRequest(StrictConfig):
-    """The body of POST /v1/uploads."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {
-                    "properties": {
-                        "kind": {"const": kind},
-                        "name": {"pattern": pattern},
-                        "bytes": {"maximum": LIMITS[kind]},
-                    }
-                }
-                for kind, pattern in _NAMES.items()
-            ]
-        }
-    )
-
-    kind: Kind
-    """Rows as a file; a model, an artifact or an adapter as a zip of its folder."""
-
-    name: str = Field(min_length=1, max_length=200)
-    """A data set's file name, a model's or artifact's id, or an adapter's title."""
-
-    bytes: int = Field(ge=1, le=64 * GIB)
-    """Size of the file."""
-
-    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the file; anything else is refused."""
-
-    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
-    """For rows: a prompt template; None infers the format from the keys."""
-
-    columns: dict[str, str] = Field(default={}, max_length=40)
-    """For rows: the file's columns of fields with other names."""
-
-    skip_bad_rows: bool = False
-    """For rows: leave out bad ones instead of refusing the file."""
-
-
-class IncompleteError(ConfigError):
-    """Parts of an upload are missing, or do not belong to it."""
-
-
-class FinishRequest(StrictConfig):
-    """The body of POST /v1/uploads/ID/finish, if rows are read in another way than was first said."""
-
-    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
-    """A prompt template."""
-
-    columns: dict[str, str] | None = Field(default=None, max_length=40)
-    """The file's columns of fields with other names."""
-
-    skip_bad_rows: bool | None = None
-    """Leave out bad rows instead of refusing the file."""
-
-
-class BadRowsError(DataError):
-    """Unusable rows; `problems` has file, line, field and reason of the first of `count`."""
-
-    def __init__(self, name: str, problems: list[dict[str, Any]], count: int) -> None:
-        first = problems[0]
-        field = ""
-        if first["field"]:
-            field = f" '{first['field']}':"
-        super().__init__(
-            f"{name}, line {first['line']}:{field} {first['reason']}",
-            expected="only usable rows",
-            received=f"{count} bad rows",
-            hint="correct them, or upload with skip_bad_rows",
-        )
-        self.problems = problems
 
 
 def create(store: Store, request: UploadRequest) -> dict[str, Any]:
@@ -244,8 +136,6 @@ def end_early(store: Store, name: str) -> None:
         db.execute("UPDATE uploads SET bytes = ? WHERE id = ?", (size, name))
 
 
-Check = Callable[..., Any]
-"""Calls a helper process: `check("validate", file=...)`."""
 LATER = (BusyError, StorageError, TrainingError)
 """Errors that are not the upload's: a busy or dead helper, a full disk, a taken name."""
 
@@ -317,10 +207,7 @@ def finish(
             raise ConfigError(
                 "the upload differs from the sent file", expected=request.sha256, received=digest
             )
-        place = {"dataset": _dataset, "model": _model, "artifact": _artifact, "adapter": _adapter}[
-            request.kind
-        ]
-        placed = place(store, request, content, check)
+        placed = PLACES[request.kind](store, request, content, check)
     except LATER:
         _take_back(claimed, folder)
         raise
@@ -400,152 +287,3 @@ def _ensure_room(store: Store, size: int) -> None:
         raise StorageError(
             "not enough space on the disk", expected=f"{size} bytes", received=f"{free} free"
         )
-
-
-def _dataset(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
-    suffix = Path(request.name).suffix.lower()
-    made = content.with_name("made")
-    made.mkdir(mode=0o700)
-    rows = made / f"rows{suffix}"
-    _link(content, rows)  # its ending decides how it is read
-    try:
-        task = locate_task(store, request.task)
-        checked = check("validate", file=str(rows), task=task, columns=request.columns)
-    except DataError as error:
-        message = error.message.replace(str(rows), request.name)
-        raise DataError(
-            message, expected=error.expected, received=error.received, hint=error.hint
-        ) from None
-    problems = [problem | {"file": request.name} for problem in checked["problems"]]
-    if problems and (not request.skip_bad_rows or not checked["rows"]):
-        raise BadRowsError(request.name, problems, checked["bad_rows"])
-    if not checked["rows"]:
-        raise DataError(f"{request.name} has no rows", expected="at least one row", received="none")
-    name = new_id("data")
-    size = rows.stat().st_size
-    digest = sha256_file(rows)
-    options = {"task": request.task, "columns": request.columns}
-    target = store.path("datasets", name)
-    with storage_errors(target):
-        (made / OPTIONS).write_text(
-            json.dumps({key: value for key, value in options.items() if value})
-        )
-        # On the disk before the row: after a power cut a file without a row is better than the
-        # reverse.
-        fsync_tree(made)
-        os.rename(made, target)
-        fsync_folder(target.parent)
-    try:
-        with store.transaction() as db:
-            db.execute(
-                "INSERT INTO datasets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (name, request.name, rows.name, size, digest, checked["format"], checked["rows"],
-                 json.dumps(problems[:PROBLEMS]), time.time()),
-            )  # fmt: skip
-    except StorageError:
-        store.discard("datasets", name)
-        raise
-    return {"kind": "dataset", "id": name}
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; on a disk without hard links, move it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        os.rename(source, target)
-
-
-def _unpacked(store: Store, request: UploadRequest, content: Path) -> tuple[Path, list[str]]:
-    folder = content.with_name("unpacked")
-    folder.mkdir(mode=0o700)
-    room = shutil.disk_usage(store.root).free - SPARE_BYTES
-    return folder, unpack(content, folder, limit_bytes=LIMITS[request.kind], room_bytes=room)
-
-
-def _adapter(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
-    folder, _ = _unpacked(store, request, content)
-    name = new_id("adapter")
-    try:
-        copy_adapter(store, folder, name)
-    except ArtifactError as error:
-        raise _named(error, folder, request.name) from None
-    with store.transaction():
-        insert_adapter(store, name, request.name, None)
-    return {"kind": "adapter", "id": name}
-
-
-def _model(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
-    folder, names = _unpacked(store, request, content)
-    for file in ("config.json", "tokenizer_config.json"):
-        # Written again, because "auto_m\u0061p" is the same key.
-        if file in names and '"auto_map"' in json.dumps(read_object(folder / file, ModelError)):
-            raise ModelError(
-                f"{file} names its own code",
-                expected="a model without auto_map",
-                received="auto_map",
-            )
-    try:
-        check("check_model", folder=str(folder))
-    except ModelError as error:
-        raise _named(error, folder, request.name) from None
-    return _in_place(store, "model", request.name, folder)
-
-
-def _artifact(store: Store, request: UploadRequest, content: Path, check: Check) -> dict[str, Any]:
-    folder, names = _unpacked(store, request, content)
-    try:
-        manifest = read_manifest(folder, check_files=False)
-        for name in (*manifest.files, manifest.program):
-            if name not in names:
-                raise ArtifactError(
-                    "the manifest names a file that the zip lacks", expected=name[:200]
-                )
-        read_manifest(folder)
-    except ArtifactError as error:
-        raise _named(error, folder, request.name) from None
-    return _in_place(store, "artifact", request.name, folder)
-
-
-def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any]:
-    target = store.path(f"{kind}s", name)
-    with storage_errors(target):
-        fsync_tree(folder)
-        try:
-            os.rename(folder, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise BusyError(
-                f"there is a {kind} {name} already", hint="choose another name"
-            ) from None
-        fsync_folder(target.parent)
-    return {"kind": kind, "id": name}
-
-
-E = TypeVar("E", bound=OndeviceError)
-
-
-def _named(error: E, folder: Path, name: str) -> E:
-    """Rewrite an error to name the upload, not the folder it was unpacked to."""
-
-    def renamed(text: Any) -> str | None:
-        if text is None:
-            return None
-        return str(text).replace(str(folder), name)
-
-    return type(error)(
-        str(renamed(error.message)),
-        expected=renamed(error.expected),
-        received=renamed(error.received),
-        hint=renamed(error.hint),
-    )
-
-
-@contextmanager
-def naming(file: Path, name: str) -> Iterator[None]:
-    """Let errors name a file as its owner does, not by its place in the store."""
-    try:
-        yield
-    except OndeviceError as error:
-        raise _named(error, file, name) from None

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ondevice.api import resolve
 from ondevice.api.runfile import RunConfig
-from ondevice.api.train import run_artifact, train
+from ondevice.api.train import run_artifact
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, OndeviceError
 from ondevice.core.registry import name_methods
@@ -91,7 +92,9 @@ def run(folder: Path) -> int:
             Path(job["artifact"]), config, resume=True, adapter=adapter, sinks=sinks
         )
     else:
-        trained = train(config, resume=True, force=job["force"], adapter=adapter, sinks=sinks)
+        config.check_data()
+        options = resolve.options_of(adapter, sinks, resume=True)
+        trained = resolve.run(config, options, job["force"])
     if trained.result.interrupted:
         return INTERRUPTED_EXIT_CODE
 

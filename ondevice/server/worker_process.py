@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.core.child import python_command
 from ondevice.core.errors import (
     INTERRUPTED_EXIT_CODE,
     BusyError,
@@ -22,6 +21,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.core.process import python_command
 from ondevice.server import worker
 from ondevice.server.queue import Outcome
 from ondevice.server.service import trim

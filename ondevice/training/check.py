@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import load_adapter
@@ -15,16 +16,13 @@ from ondevice.training import events
 from ondevice.training.checkpoint import CheckpointStore, RunLock
 from ondevice.training.fit import (
     Options,
-    RunRows,
-    asked_of,
     in_steps,
-    read_rows_of,
+    rows_of_program,
     run_identity,
-    with_answers,
+    with_rows,
 )
 from ondevice.training.loggers import check_installed
 from ondevice.training.loop import check_no_run
-from ondevice.training.objective import check_scored
 from ondevice.training.resume import check_resume
 from ondevice.training.trained import check_base, task_of_adapter
 
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
+    from ondevice.training.rows import RunRows
 
 
 def check_run(config: RunConfig, placement: Placement, options: Options) -> None:
@@ -47,26 +46,12 @@ def check_run(config: RunConfig, placement: Placement, options: Options) -> None
     """
     source = config.model
     dims = read_dims(source.source, source.revision)
-    classes = dims.classes
     if placement.spec.reads_files(config.method, placement.backend):
         check_has_files(source.source)
     else:
-        classes = _check_head(source, dims)
-    length = config.data.max_length_tokens
-    assert length is not None  # noqa: S101  `api.train` has taken it from the data
-    rows = read_rows_of(
-        config.data,
-        load_tokenizer(source.source, source.revision),
-        length,
-        config.train.seed,
-        options=options,
-        classes=classes,
-        vocabulary=dims.vocab,
-        preferences=True,
-    )
-    check_scored(config.train.objective, rows.train)
-    config = with_answers(config, rows)
-    placement.spec.check_run(asked_of(config, placement, dims))
+        dims = replace(dims, classes=_check_head(source, dims))
+    tokenizer = load_tokenizer(source.source, source.revision)
+    config, rows = with_rows(config, placement, options, tokenizer, dims, dims.vocab)
     settings = in_steps(
         config.train, rows.batches(config.train, config.data.packing).steps_per_epoch
     )
@@ -86,15 +71,7 @@ def check_program_run(
     Raises:
         OndeviceError: as `api.train.run_artifact`.
     """
-    read_rows_of(
-        config.data,
-        tokenizer,
-        max(manifest.lengths_tokens),
-        config.train.seed,
-        task=manifest.task,
-        options=options,
-        vocabulary=manifest.model.dims.get("vocab"),
-    )
+    rows_of_program(config, manifest, tokenizer, options)
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), manifest.model, options.adapter)
     _check_place(config.train, options)
@@ -139,7 +116,7 @@ def _start(config: RunConfig, rows: RunRows, options: Options) -> events.Start:
     identity = {
         "method": config.method.model_dump(mode="json"),
         "dtype": config.model.dtype,
-        **run_identity(config, rows, options),
+        **run_identity(config.data, config.train, rows, options),
     }
     model = _source_info(config.model)
     return events.Start(

@@ -39,6 +39,8 @@ from ondevice.core.untrusted import inside, read_json
 from ondevice.training.identity import ENCODED, NAMES
 
 FILE_NAME = "run.lock"
+KEPT = 2
+"""Newest checkpoints that are kept, besides the best."""
 
 
 def check_place(folder: Path) -> None:
@@ -234,17 +236,13 @@ class CheckpointStore:
     Args:
         folder: the run's folder.
         identity: JSON values; a checkpoint with another identity is foreign.
-        keep: how many of the newest are kept, besides the best.
     """
 
-    def __init__(
-        self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2
-    ) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str) -> None:
         self.folder = folder
         self.identity = identity
         self.seed = seed
         self.backend = backend
-        self.keep = keep
 
     def paths(self) -> list[Path]:
         """List all checkpoints by name, oldest first, whole or not."""
@@ -374,7 +372,7 @@ class CheckpointStore:
         paths = self.paths()
         past = [path for path in paths if int(path.name.split("-")[1]) <= step]
         best = self.best()
-        kept = {*past[-self.keep :], *([best[1]] if best else [])} & set(past)
+        kept = {*past[-KEPT:], *([best[1]] if best else [])} & set(past)
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)

@@ -40,7 +40,7 @@ class Prediction:
         line: line of the data file, from 1.
         loss: mean negative log likelihood of the right answer, nats a token; None without a labelled token.
         gold, predicted: index of the right and of the most likely candidate; None without candidates.
-        scores: mean log likelihood a token of each candidate.
+        scores: mean log likelihood a token of each candidate; of an answer with a reward, the reward.
         text: first line of the generated answer; None if none was generated.
         f1, exact_match: of `text` against the nearest right answer, 0 to 1 (SQuAD).
     """

@@ -116,7 +116,8 @@ class Step(Event):
     overlap: dict[str, Any] | None = None
     """For methods that offload: seconds and bytes by lane of the step before, and what bounded it."""
     preferences: dict[str, float] | None = None
-    """Of preferences: rewards of chosen and rejected answers, margin, accuracy, KL."""
+    """Of preferences: rewards of chosen and rejected answers, margin, accuracy, KL. Of grpo: reward, its deviation in a
+    group, share of clipped answers, tokens of an answer, KL."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,48 +26,44 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.capabilities import Asked
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
-from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
-from ondevice.data.encode import dated, encode
-from ondevice.data.examples import check_ids
-from ondevice.data.stream import Stream, StreamBatches
-from ondevice.data.tasks.example_prompt import example_prompt
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.data.tasks.label_tokens import refuse_other_labels
 from ondevice.data.tasks.record import BaseModel
-from ondevice.data.tasks.trained import (
-    TASK_NAME,
-    TrainedTask,
-    to_text,
-    trained_task,
-)
+from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, to_text
 from ondevice.models import load_model, open_model
 from ondevice.models.save import add_ends
-from ondevice.models.sources.resolve import PACKAGE_PREFIX
+from ondevice.models.sources.resolve import PACKAGE_PREFIX, is_in_memory
 from ondevice.nn.adapters import apply_adapter, take_out
 from ondevice.training import events
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
-from ondevice.training.history import Recorder
 from ondevice.training.identity import (
     ENCODED,
     data_identity,
     date_of,
-    encoded_identity,
     environment,
 )
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Options, Run, StopRequest
 from ondevice.training.metrics import RunResult
-from ondevice.training.objective import Objective, check_scored
+from ondevice.training.objective import (
+    check_pictures,
+    check_rows,
+    objective_of,
+    texts_of_row,
+)
 from ondevice.training.ordinary import save_ordinary
-from ondevice.training.preferences import PreferenceBatches, Preferences, objective_of
+from ondevice.training.policy import GRPO_SETTINGS, Policy, PromptBatches
+from ondevice.training.preferences import PreferenceBatches, Preferences
 from ondevice.training.result import Trained
+from ondevice.training.rewards import records_of
+from ondevice.training.rows import OpenedRows, RunRows, read_rows_of, vocabulary_of
 from ondevice.training.schedule import WarmupDecay
+from ondevice.training.scores import Score
 from ondevice.training.trained import (
     ADAPTER,
     BEST_ADAPTER,
     MODEL,
     check_base,
-    is_in_memory,
     remember_task,
     task_of_adapter,
 )
@@ -77,10 +73,10 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig, TrainConfig
     from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import Manifest
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
-    from ondevice.data import Dataset
-    from ondevice.data.readers.objects import PythonRows
+    from ondevice.data import Batches
     from ondevice.models import LoadedModel
 
 ORDINARY = "model-ordinary"
@@ -117,22 +113,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return require(session, Following).follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
-    assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
-    length = config.data.max_length_tokens
-    classes = loaded.dims.classes
-    rows = read_rows_of(
-        config.data,
-        loaded.tokenizer,
-        length,
-        config.train.seed,
-        options=options,
-        classes=classes,
-        vocabulary=vocabulary_of(loaded),
-        preferences=True,
+    config, rows = with_rows(
+        config, placement, options, loaded.tokenizer, loaded.dims, vocabulary_of(loaded)
     )
-    check_scored(config.train.objective, rows.train)
-    config = with_answers(config, rows)
-    spec.check_run(asked_of(config, placement, loaded.dims))
     if rows.stream is not None:
         rows.stream.label_tokens = frozenset(getattr(config.method, "answers", ()))
     if options.loaded is not None:
@@ -146,10 +129,39 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     return trained
 
 
-def asked_of(config: RunConfig, placement: Placement, dims: ModelDims) -> Asked[Any]:
-    """Return what a run asks of its method."""
-    return Asked(
-        config.method,
+def with_rows(
+    config: RunConfig,
+    placement: Placement,
+    options: Options,
+    tokenizer: Any,
+    dims: ModelDims,
+    vocabulary: int,
+) -> tuple[RunConfig, RunRows]:
+    """Read and encode the rows of a run; return the run with their answers, and the rows.
+
+    Args:
+        vocabulary: rows of the model's embedding.
+
+    Raises:
+        OndeviceError: the objective cannot use the rows, or the method refuses the run.
+    """
+    length = config.data.max_length_tokens
+    assert length is not None  # noqa: S101  `api.resolve` has taken it from the data
+    rows = read_rows_of(
+        options.rows or OpenedRows(config.data),
+        tokenizer,
+        length,
+        config.train.seed,
+        when=date_of(options.decided),
+        classes=dims.classes,
+        vocabulary=vocabulary,
+        preferences=True,
+    )
+    check_rows(config.train, rows, dims.max_positions)
+    check_pictures(config.train.objective, placement, rows.tokenizer)
+    method = with_answers(config.train, config.method, rows)
+    asked: Asked[Any] = Asked(
+        method,
         dims,
         config.model.source,
         config.model.dtype,
@@ -157,6 +169,30 @@ def asked_of(config: RunConfig, placement: Placement, dims: ModelDims) -> Asked[
         placement.device,
         config.train.batch_size,
     )
+    placement.spec.check_run(asked)
+    return config.model_copy(update={"method": method}), rows
+
+
+def rows_of_program(
+    config: RunConfig, manifest: Manifest, tokenizer: Any, options: Options
+) -> RunRows:
+    """Read and encode the rows of an exported program's run; errors are those of `with_rows`."""
+    rows = read_rows_of(
+        options.rows or OpenedRows(config.data, task=manifest.task),
+        tokenizer,
+        max(manifest.lengths_tokens),
+        config.train.seed,
+        when=date_of(options.decided),
+        vocabulary=manifest.model.dims.get("vocab"),
+        preferences=True,
+    )
+    check_rows(config.train, rows, manifest.written_tokens or max(manifest.lengths_tokens))
+    answers = tuple(manifest.method.get("answers") or ())
+    if rows.stream is not None:
+        rows.stream.label_tokens = frozenset(answers)
+    refuse_other_labels(rows.train, answers)
+    refuse_other_labels(rows.evaluation, answers)
+    return rows
 
 
 @contextmanager
@@ -170,204 +206,35 @@ def _giving_back(session: Session, loaded: LoadedModel | None) -> Iterator[None]
         raise
 
 
-def with_answers(config: RunConfig, rows: RunRows) -> RunConfig:
-    """Return the run with the answers of its rows in the method's settings, if its loss is over them."""
-    if objective_of(config.train) is not None:  # likelihoods are over the whole vocabulary
-        return config
-    method = config.method.with_answers(partial(_answers, rows))
-    return config.model_copy(update={"method": method})
+def with_answers(train: TrainConfig, method: Any, rows: RunRows) -> Any:
+    """Return the method's settings with the answers of its rows, if its loss is over them."""
+    # Likelihoods of preferences and answers are over the whole vocabulary.
+    if objective_of(train) is not None or train.objective == "grpo":
+        return method
+    method = method.with_answers(rows.label_tokens)
+    if answers := getattr(method, "answers", ()):
+        refuse_other_labels(rows.evaluation, answers)
+    return method
 
 
-def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    found, reason = label_tokens_of_rows(rows.train)
-    if rows.stream is not None and len(found) == 1:
-        return (), "the first window has one label alone"
-    return found, reason
-
-
-def run_identity(config: RunConfig, rows: RunRows, options: Options) -> dict[str, Any]:
+def run_identity(
+    data: DataConfig, settings: TrainConfig, rows: RunRows, options: Options
+) -> dict[str, Any]:
     """Return what a resumed run must have in common with the run, in addition to its method and model."""
-    settings = config.train
     identity: dict[str, Any] = {
-        "data": data_identity(config.data, settings.batch_size, options.rows),
+        "data": data_identity(data, settings.batch_size, rows.sha256),
         ENCODED: rows.encoded,
         **adapter_identity(options.adapter),
     }
     if settings.objective != "loss":
         identity["objective"] = settings.objective
         identity["objective_command"] = settings.objective_command
+    if settings.objective == "grpo":
+        identity |= {name: getattr(settings, name) for name in GRPO_SETTINGS}
     made = objective_of(settings)
     if made is not None:
         identity |= asdict(made)
     return identity
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token.
-
-    Where the file is streamed, `train` is its first window and `stream` all of it. `encoded` has their digests.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
-    pad: int
-    stream: Stream | None = None
-    encoded: dict[str, Any] = field(default_factory=dict)
-    task: TrainedTask | None = None
-    """What the rows teach; None for rows that were token ids already."""
-    tokenizer: Any = None
-    """The model's own, without the date of the run."""
-
-    def figures(self) -> dict[str, Any]:
-        """Return facts about the rows to train on."""
-        if self.stream is None:
-            return self.train.figures()
-        return self.stream.figures()
-
-    def batches(
-        self,
-        settings: TrainConfig,
-        packing: bool,
-        size: int | None = None,
-        lengths: tuple[int, ...] | None = None,
-    ) -> Batches | StreamBatches:
-        """Return the batches of every step.
-
-        Args:
-            size, lengths: of an exported program, which fixes them; any other takes what the run file says.
-        """
-        size = size or settings.batch_size
-        if self.stream is not None:
-            return StreamBatches(self.stream, size, lengths, self.pad, packing=packing)
-        return Batches(self.train, size, lengths, settings.seed, self.pad, packing=packing)
-
-
-def read_rows_of(
-    data: DataConfig,
-    tokenizer: Any,
-    max_length_tokens: int,
-    seed: int,
-    *,
-    task: str | None = None,
-    options: Options | None = None,
-    classes: int = 0,
-    vocabulary: int | None = None,
-    preferences: bool = False,
-) -> RunRows:
-    """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
-
-    The chat template sees the date that the options decided.
-
-    Args:
-        preferences: take preference pairs and rated answers, too.
-        vocabulary: rows of the model's embedding; each token id is held against it.
-
-    Raises:
-        DataError: a file has no row that can be used, or a row has a token that the model does not know.
-    """
-    options = options or Options()
-    path = options.rows or data.path
-    eval_path = options.eval_rows or data.eval_path
-    assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
-    encoded = partial(encoded_identity, tokenizer)
-    pad = pad_id_of(tokenizer)
-    pad = pad if vocabulary is None or pad < vocabulary else 0  # padding is never trained on
-    plain = tokenizer
-    when = date_of(options.decided)
-    tokenizer = dated(plain, when)
-
-    def described(dataset: Dataset) -> TrainedTask:
-        found = trained_task(data, dataset, plain, task=task, date=when)
-        if classes:  # a classification head reads the text itself
-            return found
-        return found.model_copy(update={"prompt": example_prompt(found, plain)})
-
-    def checked(dataset: Dataset, path: Path | PythonRows | None) -> Dataset:
-        if vocabulary is None:
-            return dataset
-        return check_ids(dataset, vocabulary, path.name if isinstance(path, Path) else "rows")
-
-    def read(path: Path | PythonRows) -> Dataset:
-        dataset = read_dataset(
-            path,
-            tokenizer,
-            task=data.task or task,
-            columns=data.columns,
-            max_length_tokens=max_length_tokens,
-            train_on_prompt=data.train_on_prompt,
-            classes=classes,
-            strict_columns=data.strict_columns,
-            preferences=preferences,
-        )
-        return checked(dataset, path)
-
-    if data.streaming and not options.rows:
-        stream = _open_stream(
-            data,
-            seed,
-            tokenizer,
-            max_length_tokens,
-            task,
-            classes,
-            lambda dataset: checked(dataset, data.path),
-        )
-        evaluation = read(eval_path) if eval_path else None
-        return RunRows(
-            stream.first,
-            evaluation,
-            pad,
-            stream,
-            encoded(None, evaluation),
-            described(stream.first),
-            plain,
-        )
-    train = read(path)
-    if data.validation_split:
-        train, evaluation = split_rows(train, data.validation_split, seed)
-    else:
-        evaluation = read(eval_path) if eval_path else None
-    rows = RunRows(train, evaluation, pad, None, encoded(train, evaluation))
-    if options.rows is None or not options.rows.tokenized:
-        rows = replace(rows, task=described(train), tokenizer=plain)
-    return rows
-
-
-def vocabulary_of(loaded: Any) -> int:
-    """Return how many rows the embedding of a loaded or opened model has."""
-    model = getattr(loaded, "model", None)
-    table = None if model is None else model.get_input_embeddings()
-    return int(getattr(table, "num_embeddings", loaded.dims.vocab))
-
-
-def _open_stream(
-    data: DataConfig,
-    seed: int,
-    tokenizer: Any,
-    max_length_tokens: int,
-    task: str | None,
-    classes: int,
-    checked: Callable[[Dataset], Dataset],
-) -> Stream:
-    assert data.path is not None  # noqa: S101  checked by `check_data`
-    return Stream(
-        data.path,
-        lambda rows: checked(
-            encode(
-                rows,
-                tokenizer,
-                max_length_tokens=max_length_tokens,
-                train_on_prompt=data.train_on_prompt,
-                allow_empty=True,
-                classes=classes,
-                strict_columns=data.strict_columns,
-            )
-        ),
-        task=data.task or task,
-        columns=data.columns,
-        window_records=data.shuffle_records,
-        seed=seed,
-    )
 
 
 def fit(
@@ -389,13 +256,15 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    batches = rows.batches(
-        config.train, config.data.packing, session.batch_size, session.lengths_tokens
-    )
+    made = objective_of(config.train)
+    size = session.batch_size
+    if size is not None:
+        size //= texts_of_row(config.train)
+    batches = rows.batches(config.train, config.data.packing, size, session.lengths_tokens)
     settings = in_steps(config.train, batches.steps_per_epoch)
     config = config.model_copy(update={"train": settings})
-    identity = identity | run_identity(config, rows, options)
-    made = objective_of(settings)
+    before = {"model": model.sha256, "run": _digest([identity, adapter_identity(options.adapter)])}
+    identity = identity | run_identity(config.data, settings, rows, options)
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), model, options.adapter)
@@ -422,10 +291,17 @@ def fit(
         rows.stream.keep(settings.out / WINDOWS_FILE, windows, recall=options.resume)
     evaluated = rows.evaluation or rows.train
     preferences = None
+    if settings.objective == "grpo":
+        given = options.rows or OpenedRows(config.data)
+        records = others = records_of(given.rows, config.data.path)
+        if not config.data.validation_split:
+            others = records_of(given.eval_rows, config.data.eval_path)
+        parts = (records, others)
+        preferences = Policy(settings, rows.train, rows.evaluation, rows.pad, parts, rows.tokenizer)
+        batches = PromptBatches(preferences, cast("Batches", batches))
     if made is not None:
-        before = json.dumps([model.sha256, adapter_identity(options.adapter)])
         preferences = Preferences(made, rows.train, rows.evaluation, rows.pad, before)
-        batches = PreferenceBatches(preferences, cast(Batches, batches))
+        batches = PreferenceBatches(preferences, cast("Batches", batches))
 
     reports = None
     if settings.report_to:
@@ -438,22 +314,20 @@ def fit(
             session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop
         )
 
-    objective = None
+    score = None
     if settings.objective != "loss" and preferences is None:
         require(session, Scoring)
-        objective = Objective(settings, session, rows.train, rows.pad)
+        score = Score(settings, session, rows.train, rows.pad)
     rate_at = WarmupDecay(
         settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps
     )
     if reports is not None:
         options = replace(options, sinks=(*options.sinks, reports))
-    recorder = Recorder(settings.out)
-    options = replace(options, sinks=(recorder, *options.sinks))
     run = Run(session, settings, start, rate_at, options, preferences=preferences)
     if rows.evaluation is not None:
         run.evaluate_fn = evaluate_now
-    if objective is not None:
-        run.score = lambda step: objective(cast(Batches, batches).rows_at(step))
+    if score is not None:
+        run.score = lambda step: score(cast("Batches", batches).rows_at(step))
     result = run.train(batches)
     if rows.stream is not None:
         figures["train"] = rows.figures()
@@ -511,8 +385,12 @@ def fit(
         figures,
         settings.out,
         config.method.name,
-        recorder.history,
+        run.history,
     )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def in_steps(settings: TrainConfig, steps_per_epoch: float) -> TrainConfig:

@@ -20,25 +20,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import sha256_file, sha256_spread
-from ondevice.core.capabilities import OwnPrecision
+from ondevice.core.capabilities import HalfOnGpu, OwnPrecision
 from ondevice.core.registry import methods
 from ondevice.data.examples import rows_sha256, template_sha256, tokenizer_sha256
 from ondevice.data.readers.files import check_source, hash_files
 from ondevice.data.tasks.task import is_template
 from ondevice.training import events
+from ondevice.training.choices import DTYPE, PLACEMENT
 from ondevice.training.events import FILE_NAME, read_start
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.config import DataConfig
-    from ondevice.data.readers.objects import PythonRows
 
 DATE = "data.date"
 """Key of a run's decisions: the date and time that its chat template sees, in ISO format and local time."""
 METHOD_NAME = "method.name"
 LENGTH = "data.max_length_tokens"
-PLACEMENT = "placement."
-"""Prefix of settings that the run file leaves as `auto`. They do not change results, so they are not in an identity."""
 ENCODED = "encoded"
 """Key of an identity: digests of what the rows became."""
 NAMES = {
@@ -67,25 +65,23 @@ LATER = ("columns", "validation_split", "packing", "streaming")
 """Settings of the rows that an identity has only if they are set: older logs do not have them."""
 
 
-def data_identity(data: DataConfig, batch_size: int, rows: PythonRows | None) -> dict[str, Any]:
+def data_identity(data: DataConfig, batch_size: int, sha256: str | None) -> dict[str, Any]:
     """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
 
     Args:
-        rows: those that Python holds, instead of `data.path`.
+        sha256: of rows that Python holds; None hashes the file.
     """
     hidden = {"path", "eval_path", "strict_columns"}
     hidden |= {name for name in LATER if not getattr(data, name)}
     if not data.streaming:
         hidden.add("shuffle_records")
-    digest = None
-    if rows is not None:
-        digest = rows.sha256
-    elif data.path is not None and data.path.is_file():
-        digest = sha256_spread(data.path) if data.streaming else sha256_file(data.path)
-    elif data.path is not None and check_source(data.path) == "folder":
-        digest = hash_files(data.path)
+    if sha256 is None and data.path is not None:
+        if data.path.is_file():
+            sha256 = sha256_spread(data.path) if data.streaming else sha256_file(data.path)
+        elif check_source(data.path) == "folder":
+            sha256 = hash_files(data.path)
     settings = data.model_dump(mode="json", exclude=hidden)
-    identity = {"sha256": digest, "batch_size": batch_size, **settings}
+    identity = {"sha256": sha256, "batch_size": batch_size, **settings}
     if data.task is not None and is_template(data.task):
         identity["task_sha256"] = sha256_file(Path(data.task))
     return identity
@@ -159,11 +155,14 @@ def recorded_decisions(out: Path) -> dict[str, Any]:
     if "threads" in start.environment:
         older["threads"] = start.environment["threads"]
     method = start.config.get("method", {})
-    for own in (
-        spec.capability(OwnPrecision) for spec in methods() if spec.name == method.get("name")
-    ):
+    for spec in methods():
+        if spec.name != method.get("name"):
+            continue
+        own = spec.capability(OwnPrecision)
         if own is not None and own.setting in method:
             older[f"method.{own.setting}"] = method[own.setting]
+        if spec.capability(HalfOnGpu) and "dtype" in start.identity:
+            older[DTYPE] = start.identity["dtype"]
     return {**older, **start.decided}
 
 
@@ -198,11 +197,8 @@ def with_placement(config: RunConfig, decided: dict[str, Any]) -> RunConfig | No
     return None
 
 
-def placement_of(config: RunConfig, resolved: Any) -> dict[str, Any]:
-    """Return what was decided for the settings that `config` leaves as `auto`."""
-    open_fields = (
-        field
-        for field in type(config.method).model_fields
-        if getattr(config.method, field) == "auto"
-    )
-    return {PLACEMENT + field: getattr(resolved, field) for field in open_fields}
+def placement_of(method: Any, resolved: Any) -> dict[str, Any]:
+    """Return what was decided for the settings that `method` leaves as `auto`."""
+    open_fields = (field for field in type(method).model_fields if getattr(method, field) == "auto")
+    taken = {PLACEMENT + field: getattr(resolved, field) for field in open_fields}
+    return {key: value for key, value in taken.items() if value != "auto"}

@@ -19,6 +19,7 @@ from typing import Any
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.training import events
+from ondevice.training.metrics import EVALUATED
 
 log = logging.getLogger("ondevice.training")
 PROJECT = "ondevice"
@@ -30,7 +31,6 @@ _STEP = (
     "peak_memory_bytes",
     "peak_device_bytes",
 )
-_EVALUATE = ("loss", "accuracy", "f1", "exact_match", "metric_value")
 
 
 class Tracker(ABC):
@@ -196,7 +196,7 @@ class Reports:
             case events.Step():
                 self._all("log", _figures("train", event, _STEP), event.step + 1)
             case events.Evaluate():
-                self._all("log", _figures("eval", event, _EVALUATE), event.step)
+                self._all("log", _figures("eval", event, EVALUATED), event.step)
             case events.Finish():
                 self._all("end", True)
             case events.Interrupt() | events.Error():

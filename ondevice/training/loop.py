@@ -18,22 +18,24 @@ import numpy as np
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.core.session import AddsToCheckpoint, HoldsState, Packing, Preparing, Scoring, require
+from ondevice.models.save import not_finite
 from ondevice.training import events
 from ondevice.training.callbacks import Callback, Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock
 from ondevice.training.events import FILE_NAME, EventLog, Sink, read_log
 from ondevice.training.identity import identity_of
-from ondevice.training.metrics import History, PeakMemory, RunResult
+from ondevice.training.metrics import PeakMemory, RunHistory, RunResult
 from ondevice.training.resume import restore
 
 if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
     from ondevice.core.session import Session
     from ondevice.data import Batch
-    from ondevice.data.readers.objects import PythonRows
     from ondevice.models import LoadedModel
     from ondevice.training.evaluate import EvalResult
+    from ondevice.training.policy import Policy
     from ondevice.training.preferences import Preferences
+    from ondevice.training.rows import OpenedRows
 
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -123,7 +125,7 @@ class Options:
             `RunResult.raised` has the error.
         said: what was chosen for the run, in sentences.
         notes: about the rows, in addition to what reading them reports.
-        rows, eval_rows: rows that Python holds, instead of `data.path` and `data.eval_path`.
+        rows: the rows; None takes those that the run file names.
         loaded: a model that is already loaded, instead of `model.source`'s.
         resolved: the method's settings with what was left to this machine decided, only for the session; None: those
             of the run.
@@ -138,8 +140,7 @@ class Options:
     callbacks: Sequence[Callback] = ()
     notes: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
-    rows: PythonRows | None = None
-    eval_rows: PythonRows | None = None
+    rows: OpenedRows | None = None
     loaded: LoadedModel | None = None
     resolved: Any = None
     kernels: str | None = None
@@ -165,7 +166,7 @@ class Run:
         rate_at: the learning rate of a step, a pure function (`schedule.py`).
         evaluate_fn: evaluates the held-out rows; None if there are none.
         score: of the session's weights as they are, on the rows of a step, instead of the loss.
-        preferences: what the run learns from, if its rows are preferences.
+        preferences: what the run learns from, if its rows are preferences or its answers have rewards.
         stop: lets another thread stop the run.
         clock: seconds, for checkpoints by time.
     """
@@ -177,7 +178,7 @@ class Run:
     options: Options = Options()
     evaluate_fn: EvaluateFn | None = None
     score: Callable[[int], float] | None = None
-    preferences: Preferences | None = None
+    preferences: Preferences | Policy | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     clock: Callable[[], float] = time.monotonic
 
@@ -189,7 +190,7 @@ class Run:
         )
         self.callbacks: Callbacks | None = None
         self.memory = PeakMemory()
-        self.history = History()
+        self.history = RunHistory()
         self.done = 0
         self.saved: Path | None = None
         self.saving: tuple[threading.Thread, Saving] | None = None
@@ -238,7 +239,8 @@ class Run:
         warnings: list[str] = []
         first: events.Event = self.start
         if self.preferences is not None:
-            self.preferences.begin(self.session, settings.out)
+            resumes = options.resume and not options.overwrite
+            self.preferences.begin(self.session, settings.out, resumes, self.stop)
         if options.resume and not options.overwrite:
             found = restore(self.store, self.session, self.start, settings, warnings)
             self.done, self.saved, self.history = found.done, found.saved, found.history
@@ -254,7 +256,7 @@ class Run:
         else:
             self.store.clear()
             path.unlink(missing_ok=True)
-        self.log = EventLog(path, options.sinks)
+        self.log = EventLog(path, (self.history.add, *options.sinks))
         self.log.write(first)
         for message in warnings:
             self.log.write(events.Warning(message=message, step=self.done))
@@ -350,6 +352,8 @@ class Run:
         for gradient in result.projected_gradients:
             self._check_finite(("projected gradient", gradient), step, learning_rate)
         tokens = int(batch.ids.size)
+        if figures is not None and "tokens" in figures:  # of texts that the step wrote
+            tokens = int(figures.pop("tokens"))
         event = events.Step(
             step=step,
             loss=float(result.loss),
@@ -366,7 +370,6 @@ class Run:
             preferences=figures,
         )
         self.log.write(event)
-        self.history.add(event)
         self.done = step + 1
         if self.callbacks is not None:
             self.callbacks.call("on_step", event)
@@ -386,13 +389,13 @@ class Run:
         The loss is of the parameters before the step, so it does not show them; a checkpoint of them would replace
         the last good one.
         """
-        for name, value in state.items():
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                raise self._not_finite(
-                    f"step {self.done - 1} left NaN or infinity in '{name}'",
-                    "finite parameters",
-                    "inf or nan",
-                )
+        name = not_finite(state)
+        if name is not None:
+            raise self._not_finite(
+                f"step {self.done - 1} left NaN or infinity in '{name}'",
+                "finite parameters",
+                "inf or nan",
+            )
 
     def _not_finite(self, message: str, expected: str, received: str) -> TrainingError:
         kept = "there is no checkpoint yet"

@@ -153,28 +153,67 @@ def _cuda() -> Any | None:
 _RECENT = 20
 
 
-class History:
-    """Losses, times and memory of every step, from which come `RunResult` and the remaining time."""
+EVALUATED = ("loss", "accuracy", "f1", "exact_match", "metric_value")
 
-    def __init__(self, steps: Iterable[events.Step] = ()) -> None:
+
+class RunHistory:
+    """The course of a run, the steps before a resume included; a sink of its log.
+
+    Attributes:
+        steps: number of each step, from 1.
+        losses: loss of each step, nats a token.
+        learning_rates: learning rate of each step.
+        evaluations: figures of each evaluation: `step`, `loss`, and `accuracy`, `f1` or others that
+            the rows have.
+        preferences: figures of each step of a run on preferences, such as `rewards_chosen` and
+            `margin`; else empty.
+    """
+
+    def __init__(self, logged: Iterable[events.Event] = ()) -> None:
+        self.steps: list[int] = []
         self.losses: list[float] = []
+        self.learning_rates: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.preferences: list[dict[str, float]] = []
         self.times_s: list[float] = []
         self.tokens = 0
         self.peak_memory_bytes = 0
         self.peak_device_bytes: int | None = None
         self.overlap: dict[str, Any] | None = None
-        for step in steps:
-            self.add(step)
+        for event in logged:
+            self.add(event)
 
-    def add(self, step: events.Step) -> None:
-        """Count one step."""
-        self.losses.append(step.loss)
-        self.times_s.append(step.step_time_s)
-        self.tokens += step.tokens
-        self.overlap = step.overlap or self.overlap
-        self.peak_memory_bytes = max(self.peak_memory_bytes, step.peak_memory_bytes)
-        if step.peak_device_bytes is not None:
-            self.peak_device_bytes = max(self.peak_device_bytes or 0, step.peak_device_bytes)
+    def add(self, event: events.Event) -> None:
+        """Take a step or an evaluation; other events are not part of it."""
+        if isinstance(event, events.Evaluate):
+            figures = {name: getattr(event, name) for name in EVALUATED}
+            figures |= event.preferences or {}
+            known = {name: value for name, value in figures.items() if value is not None}
+            self.evaluations.append({"step": event.step, **known})
+        if not isinstance(event, events.Step):
+            return
+        self.steps.append(event.step + 1)
+        self.losses.append(event.loss)
+        self.learning_rates.append(event.learning_rate)
+        if event.preferences:
+            self.preferences.append(event.preferences)
+        self.times_s.append(event.step_time_s)
+        self.tokens += event.tokens
+        self.overlap = event.overlap or self.overlap
+        self.peak_memory_bytes = max(self.peak_memory_bytes, event.peak_memory_bytes)
+        if event.peak_device_bytes is not None:
+            self.peak_device_bytes = max(self.peak_device_bytes or 0, event.peak_device_bytes)
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the lists by name."""
+        names = ("steps", "losses", "learning_rates", "evaluations", "preferences")
+        return {name: getattr(self, name) for name in names}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"RunHistory({len(self.steps)} steps, {len(self.evaluations)} evaluations)"
 
     @property
     def first_loss(self) -> float:

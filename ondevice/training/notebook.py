@@ -7,26 +7,19 @@ same lines as text. A notebook that is saved keeps the last state.
 from __future__ import annotations
 
 import html
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ondevice.core.config import size_text
 from ondevice.core.registry import method
 from ondevice.training import events
-from ondevice.training.progress import describe, describe_data, duration, mebibytes
+from ondevice.training.progress import describe, describe_data, duration
 
 INTERVAL_S = 0.2
 """Seconds between two drawings."""
 BAR_LETTERS = 30
 MOST_WARNINGS = 5
-
-
-def in_notebook() -> bool:
-    """Return True in a kernel of Jupyter, Colab or an editor; False in IPython's terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 @dataclass
@@ -119,7 +112,7 @@ class NotebookSink:
                 view.figures = ""
                 view.end = (
                     f"loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
-                    f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
+                    f"{event.step_time_s:.3g} s a step, {size_text(event.peak_memory_bytes)} peak"
                 )
                 if event.reason:
                     view.end = f"{event.reason}; {view.end}"

@@ -1,142 +1,285 @@
-"""Goals without a gradient: accuracy, F1, or the scores that a program of the user's prints.
-
-A zeroth-order method needs a number for each moved copy of the parameters, and nothing else: it moves towards the
-copies with the better scores. A score of few rows has few values, so a step wants more rows than one on the loss.
-"""
+"""The objective of a run: likelihoods of texts, preferences, or a score without a gradient."""
 
 from __future__ import annotations
 
-import json
-import math
-import shlex
-import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ConfigError, TrainingError
-from ondevice.core.session import Scoring, require
-from ondevice.data.tasks.scoring import first_line
-from ondevice.generation.generator import continue_ids
-from ondevice.training.evaluate import evaluate_dataset
+from ondevice.core.capabilities import LearnsPreferences, Writes
+from ondevice.core.errors import ConfigError, Need
+from ondevice.core.manifest import Manifest
+from ondevice.core.registry import method_config, methods, spec_of, target
+from ondevice.objectives import Objective, objective, objective_names
+from ondevice.training.policy import check_policy, grpo_of
+from ondevice.training.preferences import check_rated
+from ondevice.training.scores import unscored
 
 if TYPE_CHECKING:
-    from ondevice.core.config import TrainConfig
-    from ondevice.core.session import Session
-    from ondevice.data import Dataset
+    from ondevice.core.config import DataConfig, TrainConfig
+    from ondevice.core.method import Placement
+    from ondevice.data.rows import Format
+    from ondevice.training.rows import OpenedRows, RunRows
 
 SCORES = ("accuracy", "f1", "command")
 """Values of `train.objective` that are scores without a gradient."""
-ANSWER_TOKENS = 32
-"""Tokens of a generated answer at most."""
-TIMEOUT_S = 300
-"""Seconds that a scoring program may take for the rows of one step."""
+DEFAULTS: dict[Format, str] = {"preference": "dpo", "thumbs": "kto"}
+"""Objective of a run that names none, by the format of its rows."""
+_SETTINGS = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight", "margin")
 
 
-def check_scored(objective: str, dataset: Dataset) -> None:
-    """Refuse rows that never have the score with ConfigError."""
-    scored = {
-        "accuracy": any(item.candidates for item in dataset.items),
-        "f1": any(item.answers for item in dataset.items),
-    }
-    if not scored.get(objective, True):
-        raise _unscored(objective, dataset)
+def with_objective(
+    train: TrainConfig, method: Any, runs_on: Placement | Manifest, opened: OpenedRows
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Return the loop's settings with the objective that the rows need, and a sentence about it.
+
+    Args:
+        runs_on: this machine, or an exported program.
+
+    Raises:
+        ConfigError: the method cannot learn from preferences or rewards there, or rows and
+            objective do not fit together.
+    """
+    chosen = train.objective
+    kind = opened.format
+    if chosen == "grpo":
+        return train, (_grpo(train, method, kind, runs_on, opened.data),)
+    if chosen not in objective_names():
+        if kind not in DEFAULTS:
+            return train, ()
+        if chosen != "loss":
+            raise ConfigError(
+                f"train.objective {chosen} is a score of answers, and the rows are preferences",
+                expected=", ".join(objective_names()),
+                received=chosen,
+            )
+    name = chosen if chosen in objective_names() else DEFAULTS[kind]
+    settings = {key: getattr(train, key) for key in _SETTINGS}
+    made = objective(name, **settings)
+    _check_rows(made, kind)
+    if isinstance(runs_on, Manifest):
+        method = method_config(runs_on.method["name"], runs_on.method)
+        _check_program(method, runs_on, made)
+    else:
+        _check_method(method, runs_on)
+    _check_likelihoods(method, opened.data, "preferences")
+    train = train.model_copy(update={"objective": name})
+    sentence = f"objective: {name}, beta {made.beta:g}"
+    if name != chosen:
+        rows_are = "preference pairs" if kind == "preference" else "rated answers"
+        sentence += f", as the rows are {rows_are}"
+    return train, (sentence,)
 
 
-def _unscored(objective: str, dataset: Dataset) -> ConfigError:
-    needs = "rows of questions and answers"
-    if objective == "accuracy":
-        needs = "rows with candidates"
-    return ConfigError(
-        f"train.objective {objective} needs {needs}",
-        expected=needs,
-        received=f"rows of format {dataset.format}",
-        hint="--set train.objective=loss goes with any rows",
+def _check_rows(made: Objective, kind: Format) -> None:
+    formats = {"pairs": "preference", "thumbs": "thumbs"}
+    if kind != formats[made.rows]:
+        words = {
+            "pairs": "preference pairs: columns chosen and rejected",
+            "thumbs": "rated answers: columns prompt, completion and label",
+        }
+        raise ConfigError(
+            f"train.objective {made.name} does not fit the rows",
+            expected=words[made.rows],
+            received=f"format {kind}",
+            hint="`ondevice data FILE` shows how the rows are read",
+        )
+
+
+def _check_method(method: Any, placement: Placement) -> None:
+    spec = spec_of(method)
+    learns = spec.capability(LearnsPreferences)
+    if learns is None or placement.backend not in learns.backends:
+        raise ConfigError(
+            f"method {spec.name} does not learn from preferences in {placement.backend}",
+            expected="a method that does",
+            received=f"method {spec.name}, backend {placement.backend}",
+            needs=Need.PREFERENCES,
+        )
+    if placement.world > 1:
+        raise ConfigError(
+            "several processes do not learn from preferences together",
+            expected="one process",
+            received=f"{placement.world} processes",
+            hint="start it without torchrun",
+        )
+
+
+def _check_program(method: Any, manifest: Manifest, made: Objective) -> None:
+    spec = spec_of(method)
+    learns = spec.capability(LearnsPreferences)
+    if learns is None or target(manifest.target).kind not in learns.programs:
+        raise ConfigError(
+            f"a program of {spec.name} for {manifest.target} does not learn from preferences",
+            expected="a program of mesp",
+            received=f"method {spec.name}, target {manifest.target}",
+            hint="`ondevice export --method mesp` writes one",
+        )
+    if manifest.batch_size % made.texts:
+        raise ConfigError(
+            "the program takes an odd number of rows, and the texts of a pair stay together",
+            expected="an even number of rows in a step",
+            received=f"{manifest.batch_size}",
+            hint="export it again with --batch-size 2",
+        )
+
+
+def _check_likelihoods(method: Any, data: DataConfig, what: str) -> None:
+    """Refuse settings that do not go with weighted likelihoods of whole rows."""
+    if getattr(method, "loss", None) == "answers":
+        raise ConfigError(
+            f"a loss over the answers does not go with {what}",
+            expected="method.loss: vocabulary, or left out",
+            received="method.loss: answers",
+        )
+    for name in ("packing", "streaming", "train_on_prompt"):
+        if getattr(data, name):
+            raise ConfigError(
+                f"data.{name} does not go with {what}",
+                expected=f"data.{name}: false",
+                received=f"data.{name}: true",
+                hint=f"leave it out, or set data.{name}: false",
+            )
+
+
+def _grpo(
+    train: TrainConfig, method: Any, kind: Format, runs_on: Placement | Manifest, data: DataConfig
+) -> str:
+    """Return a sentence about a run on rewards.
+
+    Raises:
+        ConfigError: the rows have no prompts, or the method cannot do it in this backend.
+    """
+    if kind in ("text", "preference", "thumbs", "regression"):
+        raise ConfigError(
+            "train.objective grpo does not fit the rows",
+            expected="rows with a prompt, such as prompt and completion, or messages",
+            received=f"format {kind}",
+            hint="`ondevice data FILE` shows how the rows are read",
+        )
+    if isinstance(runs_on, Manifest):
+        method = method_config(runs_on.method["name"], runs_on.method)
+        _check_answering(method, runs_on, train.group_size)
+    else:
+        _check_writing(method, runs_on.backend)
+    spec = spec_of(method)
+    made = grpo_of(train)
+    if spec.trains == "all" and made.beta:
+        raise ConfigError(
+            "the KL term compares with the model before training, which this method overwrites",
+            expected="a method that trains an adapter, or --set train.beta=0",
+            received=f"method {spec.name}, beta {made.beta:g}",
+        )
+    _check_likelihoods(method, data, "rewards")
+    reward = train.reward or train.objective_command
+    return (
+        f"objective: grpo, {train.group_size} answers a prompt, beta {made.beta:g}, reward {reward}"
     )
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A score of the session's weights as they are, on some rows of a data set; higher is better, 1 is best."""
-
-    settings: TrainConfig
-    session: Session
-    dataset: Dataset
-    pad: int
-
-    def __call__(self, rows: Sequence[int]) -> float:
-        """Return the mean score of the rows of these numbers.
-
-        Raises:
-            ConfigError: the rows are not of a kind that has this score.
-            TrainingError: the program failed, or did not print a number for each row.
-        """
-        part = replace(self.dataset, items=[self.dataset.items[row] for row in rows])
-        if self.settings.objective == "command":
-            return self._run(part)
-        write = None
-        if self.settings.objective == "f1":
-            write = self._write()
-        result = evaluate_dataset(self.session, part, self.pad, generate=write)
-        value = None if result is None else getattr(result, self.settings.objective)
-        if value is None:
-            raise _unscored(self.settings.objective, self.dataset)
-        return float(value)
-
-    def _write(self) -> Callable[[Sequence[int]], str]:
-        return partial(
-            continue_ids, require(self.session, Scoring).whole_model(), max_new_tokens=ANSWER_TOKENS
+def _check_writing(method: Any, backend: str) -> None:
+    """Refuse a method that does not learn from rewards in this backend."""
+    spec = spec_of(method)
+    writes = spec.capability(Writes)
+    reads_files = backend == "torch" and spec.reads_files(method, backend)
+    if writes is None or backend not in writes.backends or reads_files:
+        received = f"method {spec.name}, backend {backend}"
+        raise ConfigError(
+            f"method {spec.name} does not learn from rewards here",
+            expected="a first-order method in torch whose weights are in memory, or mesp in MLX",
+            received=f"{received}, weights in files" if reads_files else received,
+            needs=Need.REWARDS,
         )
 
-    def _run(self, part: Dataset) -> float:
-        write = self._write()
-        lines = []
-        tokenizer: Any = require(self.session, Scoring).whole_model().tokenizer
-        for item in part.items:
-            prompt = item.example.ids[: item.prompt_tokens]
-            right = item.example.ids[item.prompt_tokens :]
-            accepted = item.answers or (
-                str(tokenizer.decode(list(right), skip_special_tokens=True)).strip(),
-            )
-            row: dict[str, Any] = {
-                "line": item.line,
-                "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
-            }
-            row |= {"answer": first_line(write(prompt)), "answers": list(accepted)}
-            lines.append(json.dumps(row, ensure_ascii=False))
-        return self._scores("\n".join(lines) + "\n", len(lines))
 
-    def _scores(self, text: str, rows: int) -> float:
-        command = shlex.split(self.settings.objective_command or "")
-        try:
-            done = subprocess.run(
-                command,
-                input=text,
-                capture_output=True,
-                encoding="utf-8",
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise TrainingError(
-                f"train.objective_command could not be run: {error}", received=command[0]
-            ) from None
-        if done.returncode:
-            raise TrainingError(
-                "train.objective_command failed",
-                expected="exit code 0",
-                received=f"exit code {done.returncode}: {done.stderr.strip()[-500:]}",
-            )
-        try:
-            scores = [float(line) for line in done.stdout.split()]
-        except ValueError:
-            scores = []
-        if len(scores) != rows or not all(map(math.isfinite, scores)):
-            raise TrainingError(
-                "train.objective_command did not print a score for each row",
-                expected=f"{rows} finite numbers, one a line",
-                received=repr(done.stdout[:200]),
-                hint="it reads one JSON object a line, with `prompt`, `answer` and `answers`",
-            )
-        return math.fsum(scores) / rows
+def _check_answering(method: Any, manifest: Manifest, group_size: int) -> None:
+    """Refuse a program that cannot answer, or that takes other numbers of rows than a group's."""
+    spec = spec_of(method)
+    writes = spec.capability(Writes)
+    kind = target(manifest.target).kind
+    if writes is None or kind not in writes.programs:
+        raise ConfigError(
+            f"a program of {spec.name} for {manifest.target} does not learn from rewards",
+            expected="a program of mesp for a phone, or of a first-order method in PyTorch",
+            received=f"method {spec.name}, target {manifest.target}",
+            hint="`ondevice export --method mesp --target android-cpu` writes one",
+        )
+    rows = manifest.batch_size
+    again = f"export it again with --batch-size {-(-rows // group_size) * group_size}"
+    if kind != "torch" and not manifest.written_tokens:
+        raise ConfigError(
+            "the program has no functions that write answers to learn from",
+            expected="one that was exported with --set export.context_tokens=512",
+            received=f"a program for {manifest.target} without them",
+            hint=f"{again} --set export.context_tokens=512",
+        )
+    if rows % group_size:
+        if rows > 1:
+            again += f", or give a --group-size that divides {rows}"
+        raise ConfigError(
+            "the rows of the program's step do not divide into whole groups of answers",
+            expected=f"a multiple of --group-size {group_size}",
+            received=f"{rows} rows in a step",
+            hint=again,
+        )
+
+
+def texts_of_row(settings: TrainConfig) -> int:
+    """Return how many texts of a row a step trains on."""
+    made = objective_of(settings)
+    if made is not None:
+        return made.texts
+    return settings.group_size if settings.objective == "grpo" else 1
+
+
+def objective_of(settings: TrainConfig) -> Objective | None:
+    """Return the objective over preferences that a run's settings name, or None."""
+    if settings.objective not in objective_names():
+        return None
+    return objective(settings.objective, **{key: getattr(settings, key) for key in _SETTINGS})
+
+
+def check_pictures(objective: str, placement: Placement, tokenizer: Any) -> None:
+    """Refuse rows with images where the tower that reads them would change, or not be there.
+
+    Raises:
+        ConfigError: the method trains all parameters, the run is not in PyTorch, or it learns from
+            generated answers.
+    """
+    pictures = getattr(tokenizer, "pictures", None)
+    if pictures is None or not pictures.any:
+        return
+    able = [spec.name for spec in methods() if spec.trains == "adapter"]
+    if placement.spec.trains == "all":
+        raise ConfigError(
+            f"{placement.spec.name} would train the tower that reads the images",
+            expected=", ".join(able),
+            received=f"--method {placement.spec.name}, rows with images",
+            hint="an adapter's method keeps the tower as it is",
+        )
+    if placement.backend != "torch" or objective != "loss":
+        raise ConfigError(
+            "rows with images train in PyTorch, on the loss",
+            expected="--backend torch, --objective loss",
+            received=f"{placement.backend}, {objective}",
+        )
+
+
+def check_rows(settings: TrainConfig, rows: RunRows, most_tokens: int = 0) -> None:
+    """Refuse rows that the objective cannot use.
+
+    Args:
+        most_tokens: positions of the model; 0 for no limit.
+
+    Raises:
+        ConfigError: no row has the score, or the reward cannot be found.
+        DataError: a row lacks what a reward needs, or all answers have the same rating.
+    """
+    objective = settings.objective
+    items = rows.train.items
+    if objective == "grpo":
+        check_policy(settings, rows, most_tokens)
+    if objective == "accuracy" and not any(item.candidates for item in items):
+        raise unscored(objective, rows.train)
+    if objective == "f1" and not any(item.answers for item in items):
+        raise unscored(objective, rows.train)
+    if rows.train.format == "thumbs":
+        check_rated(rows.train)

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ondevice.core.config import size_text
 from ondevice.training import events
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ class ProgressSink:
     Args:
         silent: show nothing (`--json`, `--quiet`).
         every: steps between two lines if stderr is not a terminal; by default about 20 lines a run.
-        summary: end with a line about the whole run.
         summary: end with a line about the whole run.
         stream: stderr by default.
     """
@@ -107,14 +107,14 @@ class ProgressSink:
                     return
                 self._say(
                     f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
-                    f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
+                    f"{event.step_time_s:.3g} s a step, {size_text(event.peak_memory_bytes)} peak"
                 )
 
     def _step(self, event: events.Step) -> None:
         done = event.step + 1
         self._overlap = event.overlap or self._overlap
         figures = (
-            f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
+            f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {size_text(_memory(event))}  "
             f"{duration(event.eta_s)} left"
         )
         if event.preferences:
@@ -223,7 +223,7 @@ def describe(event: events.Evaluate) -> str:
 
 def describe_preferences(figures: dict[str, float]) -> str:
     """Describe how a step or an evaluation tells preferred answers from others."""
-    names = ("accuracy", "margin", "kl")
+    names = ("accuracy", "margin", "reward", "kl")
     return "".join(f"  {name} {figures[name]:.3g}" for name in names if name in figures)
 
 
@@ -240,13 +240,6 @@ def describe_overlap(overlap: dict[str, Any]) -> str:
     if limit is None:
         return text
     return f"{text}; simulated bus of {limit:g} GB/s"
-
-
-def mebibytes(count: int) -> str:
-    """Format bytes for people, in MiB or GiB."""
-    if count >= 2**30:
-        return f"{count / 2**30:.2f} GiB"
-    return f"{count / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
@@ -268,3 +261,10 @@ def _memory(event: events.Step) -> int:
     if event.peak_device_bytes is None:
         return event.peak_memory_bytes
     return event.peak_device_bytes
+
+
+def in_notebook() -> bool:
+    """Return True in a kernel of Jupyter, Colab or an editor; False in IPython's terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.config import path_of
-from ondevice.training.history import RunHistory
-from ondevice.training.metrics import RunResult
+from ondevice.training.metrics import RunHistory, RunResult
 from ondevice.training.ordinary import Ordinary
 from ondevice.training.picture import draw
 

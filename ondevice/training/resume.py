@@ -11,7 +11,7 @@ from ondevice.training import events
 from ondevice.training.checkpoint import check_identity, flatten
 from ondevice.training.events import FILE_NAME, LogContent, cut_log, read_log
 from ondevice.training.identity import ENCODED, NAMES, changes, identity_of
-from ondevice.training.metrics import History
+from ondevice.training.metrics import RunHistory
 
 if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
@@ -32,7 +32,7 @@ class Restored:
     Attributes:
         done: steps that are done.
         saved: the checkpoint; None before the first one.
-        history: of the steps that are left in the log.
+        history: of the events that are left in the log.
         has_start: the log has its head.
         changed: [before, now] of each setting that differs from the log's, by dotted key.
         evaluated: steps after which the run was evaluated.
@@ -41,7 +41,7 @@ class Restored:
 
     done: int
     saved: Path | None
-    history: History
+    history: RunHistory
     has_start: bool
     changed: dict[str, Any]
     evaluated: set[int]
@@ -112,7 +112,7 @@ def restore(
     return Restored(
         done=done,
         saved=loaded and loaded.path,
-        history=History(logged),
+        history=RunHistory(kept),
         has_start=content.start is not None,
         changed=changed,
         evaluated={event.step for event in evaluations},

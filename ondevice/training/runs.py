@@ -13,8 +13,7 @@ from ondevice.core.errors import BusyError, CheckpointError, StorageError
 from ondevice.training import checkpoint, events
 from ondevice.training.checkpoint import RunLock
 from ondevice.training.events import FILE_NAME, LogContent, read_log
-from ondevice.training.history import RunHistory
-from ondevice.training.metrics import History
+from ondevice.training.metrics import RunHistory
 from ondevice.training.picture import draw
 
 DEPTH = 4
@@ -104,7 +103,7 @@ def read_run(folder: Path) -> RunSummary:
             asked = event.steps
     evaluations = tuple(event for event in logged if isinstance(event, events.Evaluate))
     best = next((event for event in reversed(evaluations) if event.best), None)
-    history = History(content.steps())
+    history = RunHistory(logged)
     figures = {name: getattr(history, name, None) for name in FIGURES} | {
         "steps": len(history.losses),
         "best_loss": best and best.loss,
@@ -159,9 +158,7 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
     """
     histories: dict[str, RunHistory] = {}
     for folder in folders:
-        history = RunHistory()
-        for entry in _content(folder).entries:
-            history.add(entry.event)
+        history = RunHistory(entry.event for entry in _content(folder).entries)
         name = folder.name
         histories[str(folder) if name in histories else name] = history
     figure = draw(histories)

@@ -20,7 +20,7 @@ from ondevice.core.manifest import ModelInfo
 from ondevice.core.untrusted import read_object
 from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.gguf.task import read_task
-from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo
+from ondevice.models.sources.resolve import SourceInfo, is_in_memory
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -124,11 +124,6 @@ def task_in_memory(loaded: LoadedModel) -> TrainedTask | None:
     if loaded.model in _TASKS or folder is None:
         return _TASKS.get(loaded.model)
     return read_task(folder)
-
-
-def is_in_memory(model: SourceInfo | ModelInfo) -> bool:
-    """Return whether a model came from Python: its digest is of tensors, and not of files."""
-    return getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
 
 
 def check_base(

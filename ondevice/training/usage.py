@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from ondevice.core.version import own_version
+from ondevice.core.process import own_version
 from ondevice.data.tasks.trained import TrainedTask
 
 README_NAME = "README.md"

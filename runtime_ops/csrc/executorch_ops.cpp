@@ -1,10 +1,7 @@
 // The ops as ExecuTorch kernels. Build with -std=c++17 -DC10_USING_CUSTOM_GENERATED_MACROS; with
 // -DET_USE_THREADPOOL they share the runtime's thread pool. Static builds for phones link this file as it
 // stands.
-#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
-#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
-#include <executorch/runtime/kernel/kernel_includes.h>
-#include <executorch/runtime/kernel/thread_parallel_interface.h>
+#include "executorch_common.h"
 
 #include "cross_entropy.h"
 #include "generator.h"
@@ -12,45 +9,6 @@
 #include "q8_embedding.h"
 
 namespace {
-
-using executorch::aten::ArrayRef;
-using executorch::aten::ScalarType;
-using executorch::aten::SizesType;
-using executorch::aten::Tensor;
-using executorch::runtime::Error;
-using executorch::runtime::KernelRuntimeContext;
-
-// Refuses a call with a message (a string literal and its values) in the runtime's log.
-#define ONDEVICE_CHECK(condition, ...)       \
-  if (!(condition)) {                        \
-    ET_LOG(Error, "ondevice: " __VA_ARGS__); \
-    context.fail(Error::InvalidArgument);    \
-    return out;                              \
-  }
-
-struct Pool {
-  template <typename F>
-  void operator()(int64_t tasks, const F& f) const {
-    if (tasks > 0) executorch::extension::parallel_for(0, tasks, 1, f);
-  }
-};
-
-bool is(const Tensor& tensor, ScalarType type, ssize_t dim = -1) {
-  return tensor.scalar_type() == type && (dim < 0 || tensor.dim() == dim) &&
-         executorch::runtime::tensor_is_default_dim_order(tensor);
-}
-
-// Gives `out` the leading sizes of `like` and the given last sizes.
-bool resize(const Tensor& like, ssize_t leading, std::initializer_list<int64_t> last, Tensor& out) {
-  constexpr size_t kLimit = executorch::runtime::kTensorDimensionLimit;
-  SizesType sizes[kLimit];
-  size_t dims = 0;
-  if (static_cast<size_t>(leading) + last.size() > kLimit) return false;
-  for (ssize_t i = 0; i < leading; ++i) sizes[dims++] = like.size(i);
-  for (int64_t size : last) sizes[dims++] = static_cast<SizesType>(size);
-  return is(out, ScalarType::Float) &&
-         executorch::runtime::resize_tensor(out, ArrayRef<SizesType>(sizes, dims)) == Error::Ok;
-}
 
 Tensor& draw(KernelRuntimeContext& context, ondevice::RangeFunction range, const Tensor& seed,
              const Tensor& step, int64_t tensor, int64_t queries, int64_t start, int64_t count, Tensor& out) {

@@ -8,27 +8,40 @@
 
 namespace ondevice {
 
-// acc[i][:] = sum over k of a[i * lda + k] * b[k * ldb + :], in the order of k whatever the tile's size:
-// results do not depend on how rows are blocked or on the number of threads.
+// acc[i][:] += sum over k of a[i * row_step + k * depth_step] * b[k * ldb + :], in the order of k whatever the
+// tile's size: results do not depend on how rows are blocked or on the number of threads.
 template <int Rows, int Vectors>
-ONDEVICE_INLINE void multiply_tile(const float* __restrict a, int64_t lda, const float* __restrict b,
-                                   int64_t ldb, int64_t depth, Vec (&acc)[Rows][Vectors]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < Vectors; ++j) acc[i][j] = Vec{};
-  }
+ONDEVICE_INLINE void accumulate_tile(const float* __restrict a, int64_t row_step, int64_t depth_step,
+                                     const float* __restrict b, int64_t ldb, int64_t depth,
+                                     Vec (&acc)[Rows][Vectors]) {
   for (int64_t k = 0; k < depth; ++k) {
     Vec column[Vectors];
 #pragma GCC unroll 4
     for (int j = 0; j < Vectors; ++j) column[j] = load(b + k * ldb + j * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const Vec value = splat(a[i * lda + k]);
+      const Vec value = splat(a[i * row_step + k * depth_step]);
 #pragma GCC unroll 4
       for (int j = 0; j < Vectors; ++j) acc[i][j] += value * column[j];
     }
   }
+}
+
+template <int Rows, int Vectors>
+ONDEVICE_INLINE void clear(Vec (&acc)[Rows][Vectors]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < Vectors; ++j) acc[i][j] = Vec{};
+  }
+}
+
+// acc[i][:] = sum over k of a[i * lda + k] * b[k * ldb + :]
+template <int Rows, int Vectors>
+ONDEVICE_INLINE void multiply_tile(const float* __restrict a, int64_t lda, const float* __restrict b,
+                                   int64_t ldb, int64_t depth, Vec (&acc)[Rows][Vectors]) {
+  clear(acc);
+  accumulate_tile(a, lda, 1, b, ldb, depth, acc);
 }
 
 // Calls f with a compile-time number of rows, 1 .. kTileRows.

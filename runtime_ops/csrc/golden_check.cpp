@@ -203,6 +203,8 @@ uint64_t fingerprint() {
 
 }  // namespace
 
+#include "golden_blocks.h"
+
 int main(int argc, char** argv) {
   if (argc != 2) fail(2, "expected one argument, the path of golden.json");
   for (const Record& record : read(argv[1])) {
@@ -213,10 +215,11 @@ int main(int argc, char** argv) {
       check_q4(record);
     } else if (op == "q8_embedding" || op == "linear_cross_entropy" || op == "q8_linear_cross_entropy") {
       check_table(op, record);
-    } else {
+    } else if (!check_block_op(op, record)) {
       fail(2, "no check for the op " + op);
     }
   }
+  check_integer_forms();
   if (checked == 0) fail(2, std::string("no golden values in ") + argv[1]);
   std::printf("golden_check: %" PRId64 " values agree, %d lanes\n", checked, ondevice::kLanes);
   std::printf("normals: %016" PRIx64 "\n", fingerprint());

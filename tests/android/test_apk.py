@@ -285,8 +285,10 @@ def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[st
 
     artifact = exported_program(name)
     exported = json.loads((artifact / "manifest.json").read_text("utf-8"))
+    # A program has its functions in this project's ops as well; a host without them leaves those.
+    methods = exported["program_spec"]["methods"].items()
     ops = sorted(
-        {op for method in exported["program_spec"]["methods"].values() for op in method["ops"]}
+        {op for at, method in methods if not at.startswith("fused_") for op in method["ops"]}
     )
     assert len(ops) > 10
     program = (artifact / exported["program"]).read_bytes()

@@ -9,13 +9,13 @@ from itertools import count
 
 import ondevice
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.planning import precision
+from ondevice.training import choices
 
 
 def flip(first: int) -> None:
     """Let each measurement give another value at each call, beginning with that of `first`."""
     calls = count(first)
-    precision.has_bfloat16_units = lambda: next(calls) % 2 == 0
+    choices.has_bfloat16_units = lambda: next(calls) % 2 == 0
     SlideformerConfig.fixed = lambda self: self.decided(
         window=2 + next(calls) % 2,
         resident_layers=0,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ondevice.api.runfile import RunConfig
-from ondevice.core.capabilities import OwnPrecision
+from ondevice.core.capabilities import HalfOnGpu, OwnPrecision
 from ondevice.core.registry import metal, methods, spec_of
 from ondevice.models.choice import choose_method
-from ondevice.planning import precision
-from ondevice.planning.devices import place
-from ondevice.planning.precision import has_bfloat16_units, with_precision
+from ondevice.training import choices
+from ondevice.training.choices import Precision, has_bfloat16_units, place, precision_of
+from ondevice.training.identity import with_decisions
 
 
 @pytest.mark.parametrize(
@@ -44,19 +44,26 @@ def test_a_run_says_the_method_only_where_it_was_chosen() -> None:
     assert RunConfig.load(None, {"model.source": "tiny:gpt2"}).method != chosen.method
 
 
+def chosen_precision(config: RunConfig) -> Precision:
+    placement = place(config.method, config.train, config.model.device)
+    return precision_of(config.model, config.method, placement)
+
+
 def test_a_cpu_without_bfloat16_units_computes_in_float32(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "has_bfloat16_units", lambda: False)
+    monkeypatch.setattr(choices, "has_bfloat16_units", lambda: False)
     for name in (spec.name for spec in methods() if spec.capability(OwnPrecision)):
         settings = {"model.source": "tiny:llama", "model.device": "cpu", "method.name": name}
         config = RunConfig.load(None, settings)
-        taken, said = with_precision(config, place(config))
-        assert taken.method.compute == "float32" and said[0] == "precision: float32 on the CPU"
-        assert "method.compute=bfloat16" in said[1]
+        taken = chosen_precision(config)
+        assert (
+            taken.method.compute == "float32" and taken.notes[0] == "precision: float32 on the CPU"
+        )
+        assert "method.compute=bfloat16" in taken.notes[1]
         asked = RunConfig.load(None, settings | {"method.compute": "bfloat16"})
-        assert with_precision(asked, place(asked))[0].method.compute == "bfloat16"
-        monkeypatch.setattr(precision, "has_bfloat16_units", lambda: True)
-        assert with_precision(config, place(config))[0].method.compute == "bfloat16"
-        monkeypatch.setattr(precision, "has_bfloat16_units", lambda: False)
+        assert chosen_precision(asked).method.compute == "bfloat16"
+        monkeypatch.setattr(choices, "has_bfloat16_units", lambda: True)
+        assert chosen_precision(config).method.compute == "bfloat16"
+        monkeypatch.setattr(choices, "has_bfloat16_units", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +86,24 @@ def test_mlx_without_metal_says_what_it_is_for() -> None:
     config = RunConfig.load(
         None, {"model.source": "tiny:llama", "method.name": "mesp", "train.backend": "mlx"}
     )
-    said = with_precision(config, place(config))[1]
+    said = chosen_precision(config).notes
     assert metal() or "MLX is meant for a Mac" in said[-1]
+
+
+def test_a_gpu_gives_bfloat16_to_methods_that_ask_for_it(monkeypatch) -> None:
+    halved = [spec.name for spec in methods() if spec.capability(HalfOnGpu)]
+    assert "revffn" in halved
+    for name in halved:
+        settings = {"model.source": "tiny:llama", "method.name": name}
+        open_config = RunConfig.load(None, settings)
+        for device, dtype in (("cuda", "bfloat16"), ("cpu", "float32")):
+            monkeypatch.setattr(choices, "resolve_device", lambda _, device=device: device)
+            taken = chosen_precision(open_config)
+            assert taken.model.dtype == dtype and dtype in taken.notes[0]
+        monkeypatch.setattr(choices, "resolve_device", lambda _: "cuda")
+        named = RunConfig.load(None, settings | {"model.dtype": "float32"})
+        assert chosen_precision(named).model.dtype == "float32"
+        resumed = with_decisions(open_config, {"model.dtype": "float32"})
+        assert chosen_precision(resumed).model.dtype == "float32"
+    other = RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "full"})
+    assert chosen_precision(other).model.dtype == "float32"

@@ -13,12 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import ondevice
-from ondevice.api import train as training
+from ondevice.api import resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.torch import SlideformerSession
-from ondevice.planning import precision
-from ondevice.planning.devices import place
 from ondevice.training import choices
+from ondevice.training.choices import place
 from ondevice.training.events import FILE_NAME, read_log, read_start
 from ondevice.training.identity import with_decisions
 from tests.api.flipped import flip
@@ -40,7 +39,7 @@ def run(data: Path, out: Path, steps: int, resume: bool = False, **more: Any) ->
 @pytest.fixture
 def unstable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose measurements flip between calls; monkeypatch puts them back."""
-    monkeypatch.setattr(precision, "has_bfloat16_units", precision.has_bfloat16_units)
+    monkeypatch.setattr(choices, "has_bfloat16_units", choices.has_bfloat16_units)
     monkeypatch.setattr(SlideformerConfig, "fixed", SlideformerConfig.fixed)
     flip(1)
 
@@ -82,28 +81,28 @@ def test_a_resumed_run_keeps_its_placement(unstable, tmp_path, monkeypatch) -> N
 def test_a_placement_that_no_longer_fits_is_decided_again(tmp_path, monkeypatch, caplog) -> None:
     data = classes(tmp_path / "rows.jsonl")
     run(data, tmp_path / "run", 1, **{"method.name": "slideformer"})
-    plan_run, fits = training.plan_run, iter((False, True))
+    plan_run, fits = resolve.plan_run, iter((False, True))
 
     def smaller(*arguments):  # the memory that was free at the first start is not free now
         plan = plan_run(*arguments)
         return plan if next(fits) else replace(plan, usable_bytes=1)
 
-    monkeypatch.setattr(training, "plan_run", smaller)
+    monkeypatch.setattr(resolve, "plan_run", smaller)
     result = run(data, tmp_path / "run", 2, resume=True, **{"method.name": "slideformer"})
     assert result.result.steps == 2 and "no longer fits" in caplog.text
 
 
 def test_a_resumed_run_keeps_its_length_and_its_method(tmp_path, monkeypatch) -> None:
-    from ondevice.training import length
+    from ondevice.training import rows
 
     data, lengths = classes(tmp_path / "rows.jsonl"), count(32)
-    measure = length.length_of
+    measure = rows.length_of
 
     def other(*arguments, **options):
         found = measure(*arguments, **options)
         return replace(found, tokens=next(lengths))
 
-    monkeypatch.setattr(length, "length_of", other)
+    monkeypatch.setattr(rows, "length_of", other)
     first = read_decided(run, data, tmp_path / "run", 2, **{"train.schedule": "constant"})
     assert first["data.max_length_tokens"] == 32 and first["method.name"] == "mesp"
     monkeypatch.setattr(
@@ -115,7 +114,7 @@ def test_a_resumed_run_keeps_its_length_and_its_method(tmp_path, monkeypatch) ->
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of each session that is opened, on a machine that gets and loses liger-kernel."""
+    """The kernels of each session that is opened, on a machine that gets and loses Triton."""
     from ondevice.methods.mesp.torch import model
 
     asked: list[str] = []
@@ -132,7 +131,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_resumed_run_keeps_its_kernels(kernels, tmp_path, monkeypatch) -> None:
     data = classes(tmp_path / "rows.jsonl")
     for steps in (1, 2, 3):
-        monkeypatch.setattr(choices, "has_liger", lambda device, now=steps > 1: now)
+        monkeypatch.setattr(choices, "has_triton", lambda device, now=steps > 1: now)
         run(data, tmp_path / "run", steps, resume=steps > 1)
     assert kernels == ["torch"] * 3
     assert read_start(tmp_path / "run" / FILE_NAME).decided["placement.kernels"] == "torch"
@@ -142,11 +141,11 @@ def test_kernels_that_are_gone_are_chosen_again_and_said(
     kernels, tmp_path, monkeypatch, caplog
 ) -> None:
     data = classes(tmp_path / "rows.jsonl")
-    monkeypatch.setattr(choices, "has_liger", lambda device: True)
+    monkeypatch.setattr(choices, "has_triton", lambda device: True)
     run(data, tmp_path / "run", 1)
-    monkeypatch.setattr(choices, "has_liger", lambda device: False)
+    monkeypatch.setattr(choices, "has_triton", lambda device: False)
     run(data, tmp_path / "run", 2, resume=True)
-    assert kernels == ["liger", "torch"]
+    assert kernels == ["triton", "torch"]
     assert "which cannot be used here" in caplog.text
 
 
@@ -176,7 +175,8 @@ def test_a_resumed_run_computes_with_as_many_threads(tmp_path, monkeypatch) -> N
 def test_threads_that_the_user_names_or_that_have_no_cores_stay(tmp_path, monkeypatch) -> None:
     import torch
 
-    placement = place(ondevice.RunConfig.load(None, {"model.source": "tiny:llama"}))
+    config = ondevice.RunConfig.load(None, {"model.source": "tiny:llama"})
+    placement = place(config.method, config.train, "auto")
     before = torch.get_num_threads()
     monkeypatch.setattr(choices, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -196,8 +196,10 @@ def test_a_run_that_began_on_the_processor_stays_there(tmp_path, monkeypatch) ->
     assert (first["model.device"], first["train.backend"]) == ("cpu", "torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = ondevice.RunConfig.load(None, {"model.source": "tiny:llama"})
-    assert place(config).device == "cuda"
-    assert place(with_decisions(config, choices.usable(first, config))).device == "cpu"
+    resumed = with_decisions(config, choices.usable(first, config))
+    for run_file, device in ((config, "cuda"), (resumed, "cpu")):
+        sections = run_file.method, run_file.train, run_file.model.device
+        assert place(*sections).device == device
 
 
 def test_a_run_whose_gpu_is_gone_goes_on_and_says_so(caplog) -> None:

@@ -12,7 +12,7 @@ import pytest
 import ondevice
 from ondevice.api.names import dotted
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.core.version import own_version
+from ondevice.core.process import own_version
 from ondevice.training.events import Start, Step, read_log
 
 ROWS = [{"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]} for i in range(12)]
@@ -95,7 +95,8 @@ def test_a_plot_is_a_picture_and_says_which_package_it_needs(monkeypatch) -> Non
     assert caught.value.hint == "pip install matplotlib"
 
 
-def test_a_plan_takes_what_train_takes() -> None:
+def test_a_plan_takes_what_train_takes(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path))  # other processes measure, too
     loaded = ondevice.load_model("tiny:llama")
     plans = [ondevice.plan(model, ROWS, **FAST) for model in (loaded, "tiny:llama")]
     assert plans[0].request.length_tokens == plans[1].request.length_tokens == 16
@@ -118,9 +119,9 @@ def test_a_plan_has_the_length_of_the_run_if_one_row_is_very_long(monkeypatch) -
     limit = {"train.memory_limit_bytes": enough.total_bytes - (1 << 10)}
     assert ondevice.plan("tiny:llama", rows, **FAST, **limit).request.length_tokens < 24
     seen: list[int] = []
-    monkeypatch.setattr("ondevice.api.train.ensure_fits", lambda plan, force: None)
-    monkeypatch.setattr("ondevice.api.train.memory_limit", lambda *_: nullcontext())
-    ondevice.train("tiny:llama", rows, steps=1, sinks=[lambda e: _length(e, seen)], **FAST, **limit)
+    monkeypatch.setattr("ondevice.api.resolve.memory_limit", lambda *_: nullcontext())
+    sinks = [lambda event: _length(event, seen)]
+    ondevice.train("tiny:llama", rows, steps=1, sinks=sinks, force=True, **FAST, **limit)
     assert seen == [ondevice.plan("tiny:llama", rows, **FAST, **limit).request.length_tokens]
     held_out = [{"text": "another long row " * 8, "label": "yes"}]
     longer = ondevice.plan("tiny:llama", ROWS, eval_rows=held_out, **FAST)

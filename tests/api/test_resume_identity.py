@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 import ondevice
 from ondevice.core.errors import CheckpointError, DataError, OndeviceError
 from ondevice.models.tiny import save_tiny
-from ondevice.training import fit, identity
+from ondevice.training import identity
+from ondevice.training import rows as training_rows
 from ondevice.training.events import FILE_NAME, Resume, Start, Warning, read_log
 from tests.cli.command import write_rows
 
@@ -156,7 +157,7 @@ def reorder(case: Case) -> None:
 
 def encode_otherwise(case: Case) -> None:
     """As another version of a library or of this package may encode the same file."""
-    read = fit.read_dataset
+    read = training_rows.encode
 
     def other(*arguments: Any, **options: Any) -> Any:
         dataset = read(*arguments, **options)
@@ -165,7 +166,7 @@ def encode_otherwise(case: Case) -> None:
         dataset.items[0] = replace(first, example=replace(first.example, labels=labels))
         return dataset
 
-    case.patch.setattr(fit, "read_dataset", other)
+    case.patch.setattr(training_rows, "encode", other)
 
 
 def other_library(case: Case) -> None:
@@ -317,9 +318,9 @@ def test_an_older_log_is_gone_on_with_at_its_own_date_and_says_once_what_is_not_
     forget(case)
     head = next(event for event in case.log if isinstance(event, Start))
     seen: list[datetime | None] = []
-    dated = fit.dated
+    dated = training_rows.dated
     case.patch.setattr(
-        fit, "dated", lambda tokenizer, when: dated(tokenizer, seen.append(when) or when)
+        training_rows, "dated", lambda tokenizer, when: dated(tokenizer, seen.append(when) or when)
     )
     case.go_on(steps=3)
     assert seen == [datetime.fromtimestamp(int(head.time_s))]

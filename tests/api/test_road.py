@@ -50,7 +50,7 @@ class Road:
             self.takers.add(f"{code.co_filename}:{code.co_name}")
 
 
-def test_the_run_is_handed_on_at_most_seventeen_times_before_the_first_step(tmp_path: Path) -> None:
+def test_the_run_is_handed_on_at_most_eight_times_before_the_first_step(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "qwen2")
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n{"text": "four five"}\n')
     values: dict[str, Any] = {
@@ -69,6 +69,5 @@ def test_the_run_is_handed_on_at_most_seventeen_times_before_the_first_step(tmp_
     finally:
         sys.setprofile(None)
     assert road.depth[-1] == "train" and len(road.depth) <= 7, road.depth
-    assert 1 < len(road.takers) <= 18, (
-        road.takers
-    )  # `train` itself, and seventeen that it hands on to
+    # `train` itself, and eight that it hands on to
+    assert 1 < len(road.takers) <= 9, road.takers

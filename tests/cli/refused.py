@@ -41,7 +41,7 @@ def encoder(folder: Path, kind: str) -> Path:
 
 def make(folder: Path) -> Path:
     """Write the models and files that refused commands name."""
-    for kind in ("lfm2", "mamba"):
+    for kind in ("stablelm", "mamba"):
         decoder(folder / kind, kind)
     for kind in ("bert", "roberta"):
         encoder(folder / kind, kind)

@@ -11,6 +11,7 @@ import pytest
 from ondevice.api import demo as module
 from ondevice.training.events import Step
 from ondevice.training.trained import find_trained
+from tests.sampling import ALL
 
 
 def labels(name: str) -> list[tuple[str, str]]:
@@ -82,6 +83,9 @@ def test_a_demo_without_its_model_says_how_to_get_it(ondevice, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not ALL, reason="two minutes of a processor: with ONDEVICE_TESTS_ALL=1, nightly"
+)
 def test_the_demo_learns_with_the_packaged_model_as_the_readme_shows(
     ondevice, tmp_path, root
 ) -> None:

@@ -14,16 +14,15 @@ from tests.cli.refused import make
 ROWS = "--data rows.jsonl --steps 2"
 LLAMA = f"tiny:llama {ROWS}"
 REFUSED = {
-    "a classification head on BERT": f"bert {ROWS} --classes 2",
     "a classification head on a decoder": f"{LLAMA} --classes 2",
     "an encoder without classes": f"roberta {ROWS}",
     "a head of other classes than the rows": f"roberta {ROWS} --classes 3",
     "a head with a method for adapters": f"roberta {ROWS} --classes 2 --method mesp",
-    "unknown blocks in MLX": f"lfm2 {ROWS} --backend mlx",
-    "unknown blocks with MeSP in MLX": f"lfm2 {ROWS} --backend mlx --method mesp",
+    "unknown blocks in MLX": f"stablelm {ROWS} --backend mlx",
+    "unknown blocks with MeSP in MLX": f"stablelm {ROWS} --backend mlx --method mesp",
     "a model without files in MLX": f"{LLAMA} --backend mlx --method mesp",
-    "unknown blocks with a method of known ones": f"mamba {ROWS} --method slideformer",
-    "a setting of known blocks": f"lfm2 {ROWS} --method mesp --set method.activations=disk",
+    "unknown blocks with a method of known ones": f"mamba {ROWS} --method revffn",
+    "a setting of known blocks": f"stablelm {ROWS} --method mesp --set method.activations=disk",
     "layer norms": f"tiny:gpt2 {ROWS} --method mesp",
     "reversible blocks of layer norms": f"tiny:gpt2 {ROWS} --method revffn",
     "adapters of experts' tensors": f"tiny:qwen3_moe {ROWS} --method lora --target-modules gate_proj",
@@ -96,7 +95,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(case, ondevice, folder, monkeypa
 
 
 @pytest.mark.parametrize(
-    "words", [LLAMA, f"lfm2 {ROWS}", f"roberta {ROWS} --classes 2", f"{LLAMA} --out run --resume"]
+    "words",
+    [LLAMA, f"stablelm {ROWS}", f"roberta {ROWS} --classes 2", f"{LLAMA} --out run --resume"],
 )
 def test_a_dry_run_of_what_runs_prints_the_plan_and_writes_nothing(
     words, ondevice, folder, monkeypatch

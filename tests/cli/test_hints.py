@@ -20,9 +20,9 @@ ROWS = "--data rows.jsonl --steps 1 --out new"
 EXPORT = "--out program"
 REFUSED = {
     "MLX with a method for torch": f"train qwen3 {ROWS} --method lora --backend mlx",
-    "MLX with unknown blocks": f"train lfm2 {ROWS} --backend mlx",
+    "MLX with unknown blocks": f"train stablelm {ROWS} --backend mlx",
     "MLX with a model without files": f"train tiny:qwen3 {ROWS} --method lora --backend mlx",
-    "known blocks": f"train mamba {ROWS} --method slideformer",
+    "known blocks": f"train mamba {ROWS} --method revffn",
     "gated blocks": f"train tiny:gpt2 {ROWS} --method mesp",
     "reversible blocks": f"train tiny:gpt2 {ROWS} --method revffn",
     "experts": f"train tiny:qwen3_moe {ROWS} --method prge --target-modules experts.down_proj",
@@ -44,7 +44,7 @@ REFUSED = {
     "mesp of layer norms": f"export tiny:gpt2 {EXPORT} --method mesp",
     "lora of layer norms": f"export tiny:gpt2 {EXPORT} --method lora",
     "a program of experts": f"export tiny:qwen3_moe {EXPORT} --method mesp",
-    "a program of unknown blocks": f"export lfm2 {EXPORT} --method mesp",
+    "a program of unknown blocks": f"export stablelm {EXPORT} --method mesp",
     "a type of llama.cpp for a program": f"export tiny:llama {EXPORT} --quantize q4_k_m",
     "ExecuTorch of experts": "convert experts --to executorch --out converted",
     "packed MLX of experts": "convert experts --to mlx-model --out converted",
@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
     save_tiny(place / "qwen3", "qwen3")
     ondevice.train("tiny:llama", rows, steps=2, out=str(place / "run"))
     ondevice.train("tiny:qwen3_moe", rows, steps=2, out=str(place / "experts"))
-    ondevice.train(str(place / "lfm2"), rows, steps=2, out=str(place / "hybrid"))
+    ondevice.train(str(place / "stablelm"), rows, steps=2, out=str(place / "hybrid"))
     return place
 
 

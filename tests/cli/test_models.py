@@ -49,8 +49,9 @@ def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) 
     assert {"llama", "qwen3", "gemma3_text"} <= {
         family["model_type"] for family in listed["families"]
     }
-    assert {"gpt_neox", "mamba", "lfm2"} <= set(listed["other_types"])
-    assert listed["methods_for_other_types"] == ["full", "lora", "lora-fa", "mesp", "mezo", "prge"]
+    assert {"gpt_neox", "mamba", "stablelm"} <= set(listed["other_types"])
+    every = ["full", "lora", "lora-fa", "lsp", "mesp", "mezo", "prge", "slideformer"]
+    assert listed["methods_for_other_types"] == every
     package, hub = sorted(listed["models"], key=lambda model: model["kind"], reverse=True)
     assert (package["source"], package["kind"], package["model_type"]) == (
         "package:some-model==1.0",
@@ -80,7 +81,7 @@ def test_models_are_listed_with_their_sizes_and_removed(ondevice, caches: Path) 
     assert gone.code == MODEL and "no cache has the model some/tiny" in gone.json["message"]
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "lfm2"])
+@pytest.mark.parametrize("model_type", ["gpt_neox", "mamba"])
 def test_a_folder_of_any_decoder_trains(model_type: str, ondevice, tmp_path: Path) -> None:
     folder, rows, out = (
         save(tmp_path / "a modèl", model_type),
@@ -100,7 +101,7 @@ def test_a_folder_of_any_decoder_trains(model_type: str, ondevice, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3_text", "smollm3", "phi3", "granite", "olmo2", "mistral"]
+    "family", ["qwen3", "gemma3_text", "smollm3", "phi3", "granite", "olmo2", "mistral", "lfm2"]
 )
 def test_a_plan_for_mesp_of_each_family(family: str, ondevice) -> None:
     planned = ondevice("plan", "--method", "mesp", "--model", f"tiny:{family}", "--json")

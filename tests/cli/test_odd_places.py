@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.core.errors import ConfigError, DoesNotFitError
-from ondevice.core.paths import expanded
+from ondevice.core.process import expanded
 from tests.cli.command import write_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shell and limits of Linux")
@@ -54,7 +54,7 @@ def test_closed_streams_change_no_status(closed: str) -> None:
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
-    code = "from ondevice.cli.streams import open_streams; open_streams(); import sys; "
+    code = "from ondevice.cli.common import open_streams; open_streams(); import sys; "
     code += (
         "f = open(sys.argv[1], 'w'); print('output'); sys.stdout.flush(); f.write(str(f.fileno()))"
     )
@@ -108,4 +108,4 @@ def test_every_use_of_the_home_folder_is_the_one_that_tells(root: Path) -> None:
         for path in (root / "ondevice").rglob("*.py")
         if ".expanduser()" in path.read_text() or "Path.home()" in path.read_text()
     ]
-    assert users == ["paths.py"]
+    assert users == ["process.py"]

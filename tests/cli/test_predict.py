@@ -146,3 +146,14 @@ def test_ctrl_c_keeps_rows_of_a_process(ondevice, run: Path, tmp_path: Path) -> 
     assert json.loads(printed)["interrupted"] and not out.exists()
     summary = ondevice("predict", run, data, "--out", out, "--json").json
     assert summary["resumed"] > 20 and summary["compared"] == 2000
+
+
+def test_rows_that_are_too_long_are_predicted_and_counted(
+    ondevice, run: Path, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "long.jsonl", [{"text": "a näher; 1"}, {"text": "word " * 90}])
+    done = ondevice("predict", run, data, "--out", tmp_path / "out.csv", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["predicted"], done.json["shortened"]) == (2, 1)
+    said = ondevice("predict", run, data, "--out", tmp_path / "again.csv")
+    assert "warning: 1 row is longer than was trained or exported" in said.err

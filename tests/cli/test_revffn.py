@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ondevice.training.events import FILE_NAME, read_start
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
 from tests.methods.revffn.test_export import read
@@ -49,6 +50,18 @@ def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, warm: Warm, t
     assert read(warm, out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
     shown = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "other"))
     assert shown.code == 0 and "ordinary loss difference" in shown.out
+
+
+def test_a_precision_that_was_open_is_in_the_log_and_in_a_gpus_plan(ondevice, tmp_path) -> None:
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    done = ondevice(*train(data, "--steps", 1, "--out", out))
+    assert done.code == 0 and "precision: float32" in done.err, done.err
+    started = read_start(out / FILE_NAME)
+    assert started is not None and started.decided["model.dtype"] == "float32"
+    gpu = ("plan", *tiny("revffn", model=MOE), "--device", "h100", "--json")
+    assert ondevice(*gpu).json["dtype"] == "bfloat16"
+    assert ondevice(*gpu, "--dtype", "float32").json["dtype"] == "float32"
+    assert ondevice(*gpu[:-3], "--device", "this-cpu", "--json").json["dtype"] == "float32"
 
 
 def test_ablations_are_flags(ondevice, tmp_path) -> None:

@@ -47,6 +47,26 @@ def test_a_run_is_fused_and_converted_as_its_adapter_is(ondevice, run: Path, tmp
         assert written and written == digests(tmp_path / f"{kind} adapter")
 
 
+def test_a_run_or_its_adapter_alone_names_its_base_model(ondevice, run: Path, tmp_path: Path):
+    """As a word or as --adapter."""
+    files = []
+    for name, words in (
+        ("whole", ["tiny:llama", run]),
+        ("word", [run]),
+        ("flag", ["--adapter", run / "adapter"]),
+    ):
+        fused = ondevice("fuse", *words, "--out", tmp_path / name)
+        assert fused.code == 0, fused.err
+        files.append(digests(tmp_path / name))
+    assert files[0] and files[0] == files[1] == files[2]
+    rows = ["--data", tmp_path / "rows.jsonl", "--json"]
+    wanted = ondevice("eval", run, *rows).json["loss"]
+    assert ondevice("eval", "--adapter", run, *rows).json["loss"] == wanted
+    asked = ["--prompt", "good", "--json"]
+    answer = ondevice("chat", "tiny:llama", "--adapter", run, *asked).json["answer"]
+    assert ondevice("chat", "--adapter", run, *asked).json["answer"] == answer
+
+
 def test_a_run_is_replayed_to_the_bits_of_its_adapter(ondevice, run: Path, tmp_path: Path):
     done = ondevice("replay", run, "--out", tmp_path / "again", "--json")
     assert done.code == 0, done.err

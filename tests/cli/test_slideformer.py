@@ -90,6 +90,19 @@ def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> No
     assert weights(out / "model") == weights(straight / "model")
 
 
+@pytest.mark.parametrize("method", ["slideformer", "lsp", "revffn"])
+def test_bfloat16_weights_that_are_not_numbers_end_the_run(method, ondevice, tmp_path) -> None:
+    """In a state bfloat16 is uint16, of which numpy calls every value finite."""
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    half = ("--dtype", "bfloat16")
+    if method != "revffn":
+        half = ("--set", "method.compute=bfloat16")
+    options = [*tiny(method, "--lr", "1e38"), "--data", data, *half, "--steps", 1, "--out", out]
+    done = ondevice("train", *options)
+    assert done.code != 0 and "NaN or infinity in" in done.err, done.err
+    assert not (out / "model").exists() and not list(out.glob("checkpoint-*"))
+
+
 def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     refused = ondevice(

@@ -57,6 +57,7 @@ class Row:
                 self.backend,
                 what,
                 *(["subspace"] if "subspace" in self.settings else []),
+                *([self.family] if self.backend in ARTIFACTS else []),
             )
         )
 
@@ -64,6 +65,8 @@ class Row:
 STEPS = 6
 LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
 LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
+GEMMA4: dict[str, Any] = {"family": "gemma4_text", "sizes": {"layers": 4}}
+"""The last two layers attend to keys and values of the first two."""
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 WHOLE = "float32 and bfloat16; AdamW itself if the subspace is as large as the matrices"
 IN_MLX = "float32; 4-bit and streamed weights"
@@ -74,6 +77,9 @@ EAGER = (
     Row("prge", "torch-cpu"),
     Row("prge", "torch-cpu", settings=SUBSPACE, adapter_error=1e-5),
     Row("prge", "torch-cpu", settings={"noise": "rademacher", "top_layers": 1}, **BIAS),
+    Row("prge", "torch-cpu", family="lfm2"),
+    Row("prge", "torch-cpu", family="qwen3_5_text"),
+    Row("prge", "torch-cpu", **GEMMA4),
     Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5),
     Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5, **BIAS),
     Row("lora", "torch-cpu", adapter_error=2e-4),
@@ -102,7 +108,31 @@ EAGER = (
         family="gpt2",
         adapter_error=1e-3,
     ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
+        family="lfm2",
+        adapter_error=1e-3,
+    ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
+        family="qwen3_5_text",
+        adapter_error=1e-3,
+    ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
+        adapter_error=1e-3,
+        **GEMMA4,
+    ),
     Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, family="lfm2", adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, family="qwen3_5_text", adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3, **GEMMA4),
     Row("lsp", "torch-cpu", WHOLE, {"schedule": "zero"}, adapter_error=1e-3, **BIAS),
     Row("mesp", "torch-cpu", adapter_error=2e-4),
     Row(
@@ -113,14 +143,17 @@ EAGER = (
         **BIAS,
     ),
     Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
+    Row("mesp", "torch-cpu", adapter_error=2e-4, **GEMMA4),
     *(
         Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
         for family in (
             "granite",
+            "lfm2",
             "olmo2",
             "phi3",
             "qwen2_moe",
             "qwen3",
+            "qwen3_5_text",
             "qwen3_moe",
             "smollm3",
         )
@@ -224,6 +257,12 @@ PROGRAMS = (
         "prge",
         "android-cpu",
         "float32 and 4-bit weights, functional and stateful",
+        program="lfm2",
+    ),
+    Row(
+        "prge",
+        "android-cpu",
+        "float32 and 4-bit weights, functional and stateful",
         program="subspace, answers",
         adapter_error=1e-5,
     ),
@@ -240,6 +279,8 @@ PROGRAMS = (
         adapter_error=3e-5,
     ),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_5_text", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of smollm3", adapter_error=2e-4),
     Row(
         "mesp",
@@ -254,6 +295,50 @@ PROGRAMS = (
         ROUNDED.format("4-bit", "q4"),
         program="blocks, q4",
         adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks of lfm2, q4",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        NEAR,
+        program="blocks of lfm2, 8da8w",
+        loss_error=5e-3,
+        adapter_error=4e-3,  # a convolution multiplies three products of integers
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("8-bit", "int8"),
+        program="blocks of gemma4_text, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("8-bit", "int8"),
+        program="blocks of qwen3_5_text, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks of qwen3_5_text, q4",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        NEAR,
+        program="blocks of qwen3_5_text, 8da8w",
+        loss_error=3e-2,
+        adapter_error=3e-2,  # a delta rule multiplies what four products of integers gave
     ),
     Row("mesp", "android-cpu", NEAR, program="blocks, 8da8w", loss_error=5e-3, adapter_error=1e-3),
     Row(
@@ -301,11 +386,38 @@ MLX = (
         loss_error=1e-5,
         adapter_error=2e-4,
     ),
+    Row("mesp", "mlx-cpu", IN_MLX, {"weight_placement": "streamed"}, "lfm2", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
+    Row("mesp", "mlx-cpu", IN_MLX, adapter_error=2e-4, **GEMMA4),
+    Row(
+        "mesp",
+        "mlx-cpu",
+        IN_MLX,
+        {"weight_placement": "streamed"},
+        "qwen3_5_text",
+        adapter_error=2e-4,
+    ),
     # With more layers two experts come within 1e-7 of each other, and either may be a token's.
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", sizes={"layers": 1}, adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
+    Row(
+        "mesp",
+        "apple-mlx",
+        "float32 on the CPU; not run on Metal",
+        family="lfm2",
+        sizes={"layers": 3},
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "apple-mlx",
+        "float32 on the CPU; not run on Metal",
+        family="qwen3_5_text",
+        sizes={"layers": 3},
+        loss_error=2e-5,  # differences of products in a delta rule; PyTorch's float32 is as far
+        adapter_error=2e-4,
+    ),
     Row(
         "mesp",
         "apple-mlx",
@@ -352,7 +464,11 @@ CUDA_ARTIFACTS = tuple(
     )
 )
 MIXTURES = (Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),)
-TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS, *MIXTURES)
+CONVOLUTIONS = tuple(
+    Row("mesp", target, PACKED[target], family="lfm2", quantize=quantize, adapter_error=2e-4)
+    for target, quantize in (("jetson", "nf4"), ("cuda-server", "none"))
+)
+TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS, *MIXTURES, *CONVOLUTIONS)
 
 WHERE = {
     "torch-cpu": "PyTorch on the CPU",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from tests.conformance.plain import (
 )
 from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims
 from tests.methods.reference import batch
-from tests.programs import MODELS, config, model, needs_qnn, program
+from tests.programs import MODELS, config, marks, model, needs_qnn, program
 
 SEED = 4
 DEFAULTS = {
@@ -55,7 +56,11 @@ DEFAULTS = {
     "revffn": {"skip_stage1": True},
 }
 ROWS = [
-    pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else [])
+    pytest.param(
+        row,
+        id=row.name,
+        marks=[*marks(row.program), *([pytest.mark.gpu] if row.backend == "torch-cuda" else [])],
+    )
     for row in TABLE
 ]
 
@@ -154,9 +159,7 @@ def round_to_file(plain: Any, session: Any) -> None:
     """Give a reference the weights on the grids of a block program's file: 8 bits with a scale a
     row, or 4 bits."""
     with torch.no_grad():
-        for name, parameter in plain.model.named_parameters():
-            if f"{name}_scale" not in session.weights:
-                continue
+        for name, parameter in in_file(plain, session):
             weight = parameter.numpy()
             scales = session.weights.whole(f"{name}_scale").astype(np.float64)
             if f"{name}_min" in session.weights:
@@ -169,10 +172,22 @@ def round_to_file(plain: Any, session: Any) -> None:
             parameter.copy_(torch.from_numpy(rounded))
 
 
+def in_file(plain: Any, session: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and weights of what the file has rounded; it has each layer's part of Gemma 4's
+    embeddings for layers by itself."""
+    for name, parameter in plain.model.named_parameters():
+        if f"{name}_scale" in session.weights:
+            yield name, parameter
+        if f"{name}.0_scale" in session.weights:
+            axis = 1 if "embed_tokens" in name else 0
+            for layer, part in enumerate(parameter.chunk(session.spec.layers, axis)):
+                yield f"{name}.{layer}", part
+
+
 def reference(row: Row, session: Any) -> Plain:
     """The method in memory, at the same start, over the same weights."""
     plain = in_memory(row, session)
-    if row.program.startswith("blocks, "):
+    if row.program.startswith("blocks"):
         round_to_file(plain, session)
     if row.quantize != "none":
         round_weights(plain, row)

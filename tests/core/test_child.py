@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.core.child import python_command
 from ondevice.core.errors import ModelError
+from ondevice.core.process import python_command
 from ondevice.models.sources import package
 
-ISOLATED = {"ondevice/core/child.py", "ondevice/offload/guard.py"}
+ISOLATED = {"ondevice/core/process.py", "ondevice/offload/guard.py"}
 """Files that name the interpreter in a command themselves: the helper, and one that is stricter (`-I -S`)."""
 
 

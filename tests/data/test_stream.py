@@ -16,7 +16,7 @@ from ondevice.core.session import IGNORE
 from ondevice.data import Batches, read_dataset, read_rows
 from ondevice.data.encode import encode
 from ondevice.data.stream import Stream, StreamBatches, first_rows
-from ondevice.training.fit import RunRows, _answers
+from ondevice.training.rows import RunRows
 from tests.data.public_templates import tokenizer_for
 
 LENGTH = 48
@@ -199,7 +199,7 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
         [{"text": f"{n} foo", "label": label} for n, label in enumerate(labels)],
     )
     opened = stream(path, tokenizer, window=4)
-    answers, why = _answers(RunRows(opened.first, None, 0, opened))
+    answers, why = RunRows(opened.first, None, 0, opened).label_tokens()
     assert len(answers) == 2, why
     opened.label_tokens = frozenset(answers)
     for place in range(12):
@@ -210,10 +210,8 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
         and reason[1] == 1
     )
     sorted_ = stream(path, tokenizer, window=1)
-    assert _answers(RunRows(sorted_.first, None, 0, sorted_)) == (
-        (),
-        "the first window has one label alone",
-    )
+    _, why = RunRows(sorted_.first, None, 0, sorted_).label_tokens()
+    assert why == "the first window has only one label"
 
 
 def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:

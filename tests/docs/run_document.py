@@ -1,11 +1,14 @@
 """Runs the tested blocks of one document, in order, in the current folder; the first that fails
 ends it.
 
-python run_document.py DOCUMENT.md
+python run_document.py [--few-steps] DOCUMENT.md
+
+With --few-steps a command trains the packaged model, where a step takes seconds, for two of them.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from documents import blocks
 
 
-def main(document: str) -> int:
+def with_few_steps(text: str) -> str:
+    """Return a block of commands with `--steps 2` where it names the packaged model."""
+    return re.sub(r"--steps \d+", "--steps 2", text) if "package:" in text else text
+
+
+def main(document: str, few_steps: bool = False) -> int:
     """The status of the first command that fails, or 0; an exception in Python code passes
     through."""
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -27,7 +35,15 @@ def main(document: str) -> int:
             exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), namespace)
             continue
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text], stdin=subprocess.DEVNULL, check=False
+            [
+                "bash",
+                "-euo",
+                "pipefail",
+                "-c",
+                with_few_steps(block.text) if few_steps else block.text,
+            ],
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
         if done.returncode:
             print(f"{document}:{block.line}: exit status {done.returncode}", file=sys.stderr)
@@ -37,4 +53,4 @@ def main(document: str) -> int:
 
 if __name__ == "__main__":
     sys.path.pop(0)
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[-1], sys.argv[1] == "--few-steps"))

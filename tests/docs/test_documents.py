@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import tables
+from tests.sampling import ALL
 from tests.warm import Warm
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ def name(path: Path) -> str:
 
 
 def run(
-    document: Path, folder: Path, python: str | Path = sys.executable, timeout_s: float = 900
+    document: Path, folder: Path, *options: str, python: str | Path = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """Run a document's blocks in `folder`, with the checkout's examples/ in it and `ondevice` on
     the path."""
@@ -55,12 +56,12 @@ def run(
         [str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     )
     return subprocess.run(
-        [str(python), str(HERE / "run_document.py"), str(document)],
+        [str(python), str(HERE / "run_document.py"), *options, str(document)],
         cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=900,
         check=False,
     )
 
@@ -70,7 +71,8 @@ def run(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", TESTED, ids=name)
 def test_the_examples_of_a_page_run(document: Path, tmp_path: Path, warm: Warm) -> None:
-    done = run(document, tmp_path, warm.python)
+    options = () if ALL else ("--few-steps",)
+    done = run(document, tmp_path, *options, python=warm.python)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -146,6 +148,22 @@ def test_a_wrong_example_fails(text: str, message: str, tmp_path: Path) -> None:
     done = run(page, tmp_path)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_few_steps_are_those_of_the_packaged_model(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- run -->\n```console\n$ echo train tiny:llama --steps 30\n```\n"
+        "<!-- run -->\n```console\n$ echo train package:x \\\n    --steps 30\n```\n"
+    )
+    said = []
+    for options in ((), ("--few-steps",)):
+        (folder := tmp_path / f"with {len(options)}").mkdir()
+        said.append(run(page, folder, *options).stdout.split())
+    assert [[word for word in words if word.isdigit()] for words in said] == [
+        ["30", "30"],
+        ["30", "2"],
+    ]
 
 
 def test_broken_links_of_a_page_are_found(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter, targets_of
 from ondevice.models import LoadedModel, load_model, save_tiny
 from tests.exits.table import FAMILIES
 
@@ -31,10 +32,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {family: make_case(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
-def make_case(folder: Path, family: str) -> Case:
+def make_case(folder: Path, family: str, **sizes: Any) -> Case:
     from peft import PeftModel
 
-    model = save_tiny(folder / "model", family, vocab=288, tied=family in ("llama", "qwen2"))
+    values = {"vocab": 288, "tied": family in ("lfm2", "llama", "qwen2"), **sizes}
+    model = save_tiny(folder / "model", family, **values)
     loaded = load_model(str(model))
     save_adapter(random_adapter(loaded), folder / "adapter")
     base = log_probabilities(loaded.model)
@@ -45,17 +47,13 @@ def make_case(folder: Path, family: str) -> Case:
 def random_adapter(loaded: LoadedModel, scale: float = 0.05) -> Adapter:
     """Random pairs of rank 3 on every linear layer; alpha is no multiple of the rank."""
     rng, tensors = np.random.default_rng(0), {}
-    for layer in range(loaded.dims.layers):
-        for target in loaded.family.linear_targets:
-            inputs, outputs = loaded.dims.linear_shape(target)
-            name = loaded.family.linear_name(layer, target)
-            tensors[f"{name}.lora_A.weight"] = (rng.normal(size=(3, inputs)) / inputs**0.5).astype(
-                np.float32
-            )
-            tensors[f"{name}.lora_B.weight"] = (rng.normal(size=(outputs, 3)) * scale).astype(
-                np.float32
-            )
-    return Adapter(tensors, 3, 7.0, loaded.family.linear_targets, loaded.source.source)
+    for one in loaded.dims.linear_list:
+        name = loaded.family.linear_name(one.layer, one.target)
+        a = rng.normal(size=(3, one.inputs)) / one.inputs**0.5
+        tensors[f"{name}.lora_A.weight"] = a.astype(np.float32)
+        b = rng.normal(size=(one.outputs, 3)) * scale
+        tensors[f"{name}.lora_B.weight"] = b.astype(np.float32)
+    return Adapter(tensors, 3, 7.0, targets_of(tensors), loaded.source.source)
 
 
 def log_probabilities(model) -> np.ndarray:

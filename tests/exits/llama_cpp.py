@@ -34,6 +34,9 @@ class LlamaCpp:
         if adapter is not None:
             params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
         self.server = xllamacpp.Server(params)
+        # A server that is told to stop before its loop begins, as on a busy machine, runs on, and
+        # its destructor waits for it: so the loop has answered once.
+        self.complete([0], n_predict=1)
 
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """Return the choice of a completion: `text`, `finish_reason`, `logprobs`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "exits.md"
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3")
+FAMILIES = ("lfm2", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3")
 
 READERS = {
     "executorch": "ExecuTorch",
@@ -22,10 +22,12 @@ READERS = {
     "vllm": "PEFT",
 }
 """The program that a test opens each form with."""
-WITHOUT = {("executorch", "qwen2_moe"), ("mlx-model", "qwen2_moe")}
+WITHOUT = {("executorch", "lfm2"), ("executorch", "qwen2_moe"), ("mlx-model", "qwen2_moe")}
 """What is refused: a program has one way through, and experts are packed in another way."""
 CELLS = [(form, family) for form in READERS for family in FAMILIES if (form, family) not in WITHOUT]
-MORE = ("gemma3_text", "granite", "olmo2", "phi3", "qwen3_moe", "smollm3")
+MORE = (
+    "gemma3_text", "gemma4_text", "granite", "olmo2", "phi3", "qwen3_5_text", "qwen3_moe", "smollm3",
+)  # fmt: skip
 """The other families that have a GGUF form: `tests/exits/test_families.py` reads `OF_MORE` of them back."""
 OF_MORE = ("gguf", "gguf-lora")
 

@@ -22,7 +22,7 @@ from ondevice.core.errors import (
 from ondevice.exits import check, convert, form_names, gguf, gguf_lora
 from ondevice.models import load_model, save_tiny
 from tests.cli.command import CommandLine
-from tests.exits.conftest import zero_adapter
+from tests.exits.conftest import random_adapter, zero_adapter
 
 
 def refused(kind: type[OndeviceError], words: str, *arguments, **options) -> None:
@@ -47,6 +47,18 @@ def test_an_adapter_that_changes_nothing(cases, tmp_path: Path, form: str) -> No
         model=str(case.model),
         folder=tmp_path / "f",
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("mlx-model", "mlx-lm has no models of type"), ("executorch", "a gated delta rule")],
+)
+def test_forms_without_a_gated_delta_rule(form: str, words: str, tmp_path: Path) -> None:
+    loaded = load_model(str(save_tiny(tmp_path / "model", "qwen3_5_text", vocab=288)))
+    save_adapter(random_adapter(loaded), tmp_path / "adapter")
+    arguments = (tmp_path / "adapter", form)
+    model = str(tmp_path / "model")
+    refused(ModelError, words, *arguments, model=model, folder=tmp_path / "f")
 
 
 @pytest.mark.parametrize("form", form_names())

@@ -28,11 +28,11 @@ candidates: {0: Billing, 1: "Tech: \\u2028\\x85nical", 2: Größe 🐈}
 """
 
 
-def config(method: str = "mesp", **data: Any) -> RunConfig:
+def config(method: str = "mesp", target: str = "android-cpu", **data: Any) -> RunConfig:
     settings = {
         "model.source": str(model("one layer")),
         "method.name": method,
-        "export.target": "android-cpu",
+        "export.target": target,
         "export.lengths_tokens": [24],
         "export.check_steps": 1,
         **{f"data.{key}": value for key, value in data.items()},
@@ -45,9 +45,8 @@ def recorded(**data: Any) -> TrainedTask | None:
 
 
 def test_the_artifact_of_a_custom_template_renders_its_rows(tmp_path: Path) -> None:
-    pytest.importorskip("executorch.exir")
     (tmp_path / "own.yaml").write_text(TEMPLATE, encoding="utf-8")
-    settings = config(task=str(tmp_path / "own.yaml"))
+    settings = config(target="cuda-server", task=str(tmp_path / "own.yaml"))
     report = artifacts.export(settings, tmp_path / "artifact")
     (tmp_path / "own.yaml").unlink()
     manifest = read_manifest(report.path)
@@ -84,15 +83,16 @@ def test_a_task_needs_no_rows_and_no_task_leaves_no_record() -> None:
     assert recorded() is None
 
 
-@pytest.mark.parametrize("method", ["mesp", "prge"])
+@pytest.mark.parametrize(("method", "target"), [("prge", "android-cpu"), ("mesp", "cuda-server")])
 def test_run_predict_and_chat_follow_the_template_of_the_artifact(
-    method: str, tmp_path: Path
+    method: str, target: str, tmp_path: Path
 ) -> None:
     """Nobody names the template again, and its file is gone."""
-    pytest.importorskip("executorch.exir")
+    if target == "android-cpu":
+        pytest.importorskip("executorch.exir")
     (tmp_path / "own.yaml").write_text(TEMPLATE, encoding="utf-8")
     artifact = artifacts.export(
-        config(method, task=str(tmp_path / "own.yaml")), tmp_path / "artifact"
+        config(method, target, task=str(tmp_path / "own.yaml")), tmp_path / "artifact"
     ).path
     (tmp_path / "own.yaml").unlink()
     rows = tmp_path / "rows.csv"

@@ -70,7 +70,7 @@ def served(folder: Path, grid: Grid, rounds: int, monkeypatch: pytest.MonkeyPatc
     name_the_run(monkeypatch)
     monkeypatch.setattr(apps, "POLL_S", 0.001)
     monkeypatch.setattr("ondevice.fleet.post.POLL_S", 0.001)
-    monkeypatch.setattr(apps, "GREET_S", 0.0)
+    monkeypatch.setattr("ondevice.fleet.devices.GREET_S", 0.0)
     store = Store.create(folder, charter())
     store.connection.execute("PRAGMA synchronous = OFF")
     apps.Server(grid, store, {**SETTINGS, "rounds": rounds}).run()  # type: ignore[arg-type]

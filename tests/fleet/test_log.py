@@ -19,6 +19,7 @@ from ondevice.fleet.log import log_bytes, read_log, replay
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.store import FILE_NAME, Store, read_file
 from tests.fleet.fleets import answer, charter, drawn, fails
+from tests.sampling import part_of
 
 
 def run(store: Store, rounds: int) -> bytes:
@@ -69,7 +70,7 @@ def test_a_log_that_is_cut_off_replays_to_the_last_whole_round(
     assert replay(cut).digest() == replay(content, rounds=6).digest()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=part_of(60))
 @given(data=st.data())
 def test_a_damaged_log_is_refused_or_ends_early(finished: tuple[Path, bytes], data) -> None:
     content = read_file(finished[0])

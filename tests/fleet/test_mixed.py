@@ -27,7 +27,7 @@ from tests import programs
 from tests.fleet.fleets import refused
 from tests.shared import cached
 
-ROUNDS = 20
+ROUNDS = 8
 
 
 def nf4(name: str) -> Path:
@@ -97,7 +97,7 @@ def test_pytorch_4_bit_and_executorch_devices_end_with_one_hash(
     for number in range(ROUNDS):
         current = server.begin([0, 1, 2])
         present = [
-            member for member in members if (number, member.device) not in ((3, 1), (4, 1), (9, 2))
+            member for member in members if (number, member.device) not in ((2, 1), (3, 1), (5, 2))
         ]
         for member in present:
             member.follow(outcomes)  # one that was away takes what it lacks

@@ -19,6 +19,7 @@ from ondevice.fleet.combine import clip, coefficients_of, combined
 from ondevice.fleet.numbers import Numbers
 from ondevice.fleet.rounds import Rounds
 from tests.fleet.fleets import answer, charter, drawn, fails
+from tests.sampling import part_of
 
 
 def answers(server: Rounds, values: list[list[float]], rows: list[int] | None = None):
@@ -158,7 +159,7 @@ def test_agreements_that_contradict_themselves_are_refused() -> None:
             Agreement(**settings)
 
 
-@hypothesis_settings(max_examples=1000, deadline=None)
+@hypothesis_settings(max_examples=part_of(1000), deadline=None)
 @given(st.data())
 def test_a_malformed_reply_is_refused_with_a_reason_and_changes_nothing(
     data: st.DataObject,

@@ -59,13 +59,15 @@ def test_texts_that_share_passes_are_those_of_each_alone(family: str) -> None:
     for row in texts:
         batch.add(row)
         batch.step()
-    assert batch._groups and not batch._writing
+    # Layers of Gemma 4 share keys and values, so each of its texts has passes of its own.
+    apart = family == "gemma4_text"
+    assert bool(batch._writing) == apart and bool(batch._groups) != apart
     run(batch)
     for number, row in enumerate(texts):
         assert row.drawn == alone(loaded, number), number
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_5_text"])
 def test_in_passes_of_one_size_a_text_has_the_same_bits_in_any_company(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from ondevice.core.errors import ConfigError, ModelError
-from ondevice.generation.generator import generate
+from ondevice.generation.generator import generate, generator_of
 from ondevice.models import load_model, save_tiny
 
 
@@ -34,6 +35,21 @@ def test_generated_text_is_greedy_or_repeats_with_its_seed(tmp_path: Path) -> No
     with pytest.raises(ModelError) as caught:
         generate(loaded, messages, 4)
     assert caught.value.received == "messages"
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@torch.no_grad()
+def test_greedy_tokens_of_layers_with_states_are_those_of_transformers(family: str) -> None:
+    loaded = load_model(f"tiny:{family}")
+    prompt = [7 * i % 251 for i in range(70)]  # more than a chunk of a delta rule
+    generator = generator_of(loaded)
+    generator.end_tokens = frozenset()
+    loaded.model.generation_config.eos_token_id = None
+    ours = [token.id for token in generator.tokens(prompt, max_new_tokens=20, temperature=0.0)]
+    plain = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=256)
+    theirs = loaded.model.generate(torch.tensor([prompt]), generation_config=plain)
+    assert len(ours) == 20
+    assert ours == theirs[0, 70:].tolist()
 
 
 @pytest.mark.model

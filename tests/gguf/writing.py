@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ondevice.models import LoadedModel
-from ondevice.models.tiny import SPECIAL_TOKENS, _byte_letters
+from ondevice.models.tiny import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -68,7 +69,8 @@ def write_gguf(
             writer.add_string(f"{arch}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{arch}.{key}", value)
-    tokens = [*_byte_letters(), *SPECIAL_TOKENS, "ab"]
+    letters = bytes_to_unicode()
+    tokens = [*(letters[byte] for byte in range(256)), *SPECIAL_TOKENS, "ab"]
     tokens += [f"<unused{i}>" for i in range(dims.vocab - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")

@@ -45,17 +45,60 @@ class DoubleNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight, self.epsilon = (
-            norm.weight,
+            getattr(norm, "weight", None),
             getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
         )
-        self.offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        self.offset = 0
+        if self.weight is None:  # of values in Gemma 4
+            return
+        with torch.no_grad():  # of ones the norm is its factor: w, or 1 + w as in Gemma 3, Qwen 3.5
+            factor = norm(torch.ones_like(norm.weight))
+            self.offset = round(float((factor - norm.weight).double().mean()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            (self.offset + self.weight)
-            * x
-            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return normed if self.weight is None else (self.offset + self.weight) * normed
+
+
+class DoubleDelta(nn.Module):
+    """A gated delta rule that stays in float64, one token after the other; transformers' own goes
+    through float32. Parts have the names of transformers' module."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.sizes = (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        self.epsilon = layer.norm.variance_epsilon
+        for name, child in layer.named_children():
+            setattr(self, name, child)
+        self.A_log = layer.A_log
+        self.dt_bias = layer.dt_bias
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        key_heads, heads, key_width, width = self.sizes
+        x = self.conv1d(self.in_proj_qkv(hidden_states).transpose(1, 2))
+        x = functional.silu(x[..., : hidden_states.shape[1]]).transpose(1, 2)
+        keys = key_heads * key_width
+        q, k, v = x.split((keys, keys, heads * width), -1)
+        q, k = (
+            x.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, 2)
+            for x in (q, k)
         )
+        q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        v = v.unflatten(-1, (heads, -1))
+        beta = torch.sigmoid(self.in_proj_b(hidden_states))[..., None]
+        step = functional.softplus(self.in_proj_a(hidden_states) + self.dt_bias)
+        left = torch.exp(-self.A_log.exp() * step)[..., None, None]
+        state = v.new_zeros(len(v), heads, key_width, width)
+        outputs = []
+        for t in range(v.shape[1]):
+            state = state * left[:, t]
+            wrong = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t] * wrong)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] * key_width**-0.5))
+        o = torch.stack(outputs, 1)
+        o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.norm.weight
+        z = functional.silu(self.in_proj_z(hidden_states))
+        return self.out_proj(o.flatten(2) * z)
 
 
 def in_double(model: Any) -> Any:
@@ -67,8 +110,10 @@ def in_double(model: Any) -> Any:
         model.set_experts_implementation("eager")  # grouped products know no float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "weight"):
+            if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, DoubleNorm(child))
+            elif type(child).__name__ == "Qwen3_5GatedDeltaNet":
+                setattr(parent, name, DoubleDelta(child))
     return model.double()
 
 

@@ -33,6 +33,12 @@ CASES = [
     ("mesp", "llama", {}),
     ("mesp", "llama", {"micro_batch_size": 1}),
     ("mesp", "gemma3_text", {}),  # windows of 12 tokens, two rotary bases
+    ("mesp", "lfm2", {}),  # convolutions that end where a row begins
+    ("lora", "lfm2", {}),
+    ("mesp", "qwen3_5_text", {}),  # a delta rule's state begins again where a row begins
+    ("lora", "qwen3_5_text", {}),
+    ("mesp", "gemma4_text", {}),  # keys and values that later layers read
+    ("lora", "gemma4_text", {}),
     ("lora", "llama", {}),
     ("lora", "gemma3_text", {}),
     ("lora-fa", "llama", {"micro_batch_size": 2}),
@@ -54,7 +60,7 @@ def stepped(
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """One step's result and the gradients, as far as the method has them."""
     config = method_config(name, settings)
-    loaded = tiny_model(family, layers=2)
+    loaded = tiny_model(family, layers=4 if family == "gemma4_text" else 2)
     loaded.model.to(device, dtype)
     session = spec_of(config).open_session(loaded, config, 3, device)
     if packed:

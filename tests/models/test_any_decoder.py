@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ondevice
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.core.errors import ModelError, Need
 from ondevice.core.registry import method, method_config, open_session
@@ -25,9 +26,13 @@ from ondevice.models.load import wrap
 from ondevice.models.tiny import tiny_tokenizer
 from ondevice.nn.adapters import apply_adapter
 from ondevice.planning.estimate import plan
+from tests.models.checkpoints import TOWERS, save_checkpoint
 from tests.models.decoders import DECODERS, tiny_config
+from tests.sampling import ALL
 
 RATES = {"lora": 1e-2, "lora-fa": 1e-2, "prge": 1e-3, "mezo": 1e-5, "full": 1e-3, "mesp": 1e-2}
+TURNS = ("full", "lora-fa", "prge", "mezo", "mesp")
+"""What a type trains with next to LoRA, the types in turn; with ONDEVICE_TESTS_ALL each with all."""
 IDS = np.random.default_rng(0).integers(1, 250, (2, 9))
 LABELS = np.where(np.arange(9) < 2, -100, IDS)
 
@@ -69,15 +74,24 @@ def transformers_nll(model: Any, ids: np.ndarray, labels: np.ndarray) -> np.ndar
     return nll.sum(1).numpy()
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_a_decoder_trains_resumes_saves_and_loads_in_peft(model_type: str, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", model_type)
+@pytest.mark.parametrize(
+    ("turn", "name"), enumerate([*DECODERS, *TOWERS]), ids=[*DECODERS, *TOWERS]
+)
+def test_a_decoder_trains_resumes_saves_and_loads_in_peft(
+    turn: int, name: str, tmp_path: Path
+) -> None:
+    if name in TOWERS:
+        folder = save_checkpoint(tmp_path / "model", name)
+    else:
+        folder = save(tmp_path / "model", name)
     loaded = load_model(str(folder))
     assert read_dims(str(folder)) == loaded.dims
     assert loaded.dims.parameters == sum(
         parameter.numel() for parameter in loaded.model.parameters()
     )
-    for name, rate in RATES.items():
+    chosen = RATES if ALL else ("lora", TURNS[turn % len(TURNS)])
+    for name in chosen:
+        rate = RATES[name]
         if name == "mesp" and not loaded.dims.whole:
             continue  # tests of its own hold the blocks that it knows
         model, config = fresh(loaded), settings(name, loaded)
@@ -124,15 +138,14 @@ def test_a_method_that_computes_blocks_refuses_an_unknown_one_and_names_those_th
     tmp_path: Path,
 ) -> None:
     folder = save(tmp_path / "model", "gpt_neox")
-    for name in ("slideformer", "lsp", "revffn"):
-        for call in (
-            lambda name=name: plan(str(folder), method_config(name), batch_size=1, length_tokens=8),
-            lambda name=name: open_session(load_model(str(folder)), method_config(name), 0),
-        ):
-            with pytest.raises(ModelError) as caught:
-                call()
-            assert caught.value.needs is Need.ANY_DECODER
-            assert f"method {name}" in caught.value.received
+    for call in (
+        lambda: plan(str(folder), method_config("revffn"), batch_size=1, length_tokens=8),
+        lambda: open_session(load_model(str(folder)), method_config("revffn"), 0),
+    ):
+        with pytest.raises(ModelError) as caught:
+            call()
+        assert caught.value.needs is Need.ANY_DECODER
+        assert "method revffn" in caught.value.received
 
 
 def test_a_trait_that_a_family_does_not_do_leaves_the_model_to_the_others(tmp_path: Path) -> None:
@@ -140,7 +153,7 @@ def test_a_trait_that_a_family_does_not_do_leaves_the_model_to_the_others(tmp_pa
     loaded = load_model(str(folder))
     assert isinstance(loaded.family, AnyDecoder) and loaded.dims == read_dims(str(folder))
     with pytest.raises(ModelError) as caught:
-        open_session(loaded, method_config("slideformer"), 0)
+        open_session(loaded, method_config("revffn"), 0)
     assert "hidden_act" in str(caught.value)
     session = open_session(loaded, settings("lora"), 0)
     assert session.step(IDS, LABELS, 1, 1e-2).loss > session.step(IDS, LABELS, 2, 1e-2).loss
@@ -202,3 +215,33 @@ def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_run_of_prge_with_nothing_set_trains_a_decoder(name: str, tmp_path: Path) -> None:
+    """Its default takes a gradient's subspace, whose trained matrices are no copies of B."""
+    loaded = load_model(str(save(tmp_path / "model", name)))
+    rows = [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(["one", "two", "three"])]
+    result = ondevice.train(
+        loaded, rows, method="prge", steps=2, max_length_tokens=16, out=tmp_path / "run"
+    )
+    adapter = load_adapter(result.adapter)
+    assert all(np.isfinite(values).all() for values in adapter.tensors.values())
+    assert any(values.any() for key, values in adapter.tensors.items() if "lora_B" in key)
+
+
+@pytest.mark.parametrize("name", ["slideformer", "lsp"])
+def test_a_model_that_sums_in_float32_slides_in_half_precision(name: str, tmp_path: Path) -> None:
+    """Mamba's hidden states are in float32 before its head in bfloat16."""
+    rows = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
+    result = ondevice.train(
+        load_model(str(save(tmp_path / "model", "mamba"))),
+        rows,
+        method=name,
+        compute="bfloat16",
+        steps=2,
+        max_length_tokens=16,
+        out=tmp_path / "run",
+    )
+    assert result.result.steps == 2

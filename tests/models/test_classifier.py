@@ -11,7 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForSequenceClassification, RobertaConfig, RobertaForMaskedLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from ondevice import train  # noqa: E402
 from ondevice.api.chat import open_chat  # noqa: E402
@@ -61,6 +67,27 @@ def run(source: Path, data: Path, out: Path, method: str, **settings: Any) -> An
 
 ENGINE = {"compute": "float32", "optimizer": "torch", "threads": 1, "timeout_s": 30}
 PROJECTED = {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0}
+
+
+def test_a_bert_without_a_head_gets_one_and_computes_what_transformers_computes(
+    data: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(**{**SIZES, "max_position_embeddings": 322, "type_vocab_size": 2})
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    whole = run(tmp_path / "bert", data, tmp_path / "full", "full", weight_decay=0.0)
+    other = run(tmp_path / "bert", data, tmp_path / "slide", "slideformer", **ENGINE)
+    assert other.result.final_loss == pytest.approx(whole.result.final_loss, rel=1e-3)
+    loaded = load_model(str(tmp_path / "full" / "model"))
+    assert isinstance(loaded.family, Classifier)
+    assert loaded.dims.parameters == sum(p.numel() for p in loaded.model.parameters())
+    ids = torch.tensor([[1, 7, 30, 9, 256, 256], [5, 5, 80, 2, 77, 31]])
+    with torch.no_grad():
+        own = loaded.family.logits(loaded.family.hidden(ids)[:, 0])
+        model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full" / "model")
+        theirs = model.eval()(input_ids=ids, attention_mask=(ids != 256).long()).logits
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_methods_that_train_all_parameters_agree(encoder: Path, data: Path, tmp_path: Path) -> None:

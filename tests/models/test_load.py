@@ -190,7 +190,7 @@ def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(
     dims = read_dims(str(folder))
     assert dims.whole
     with pytest.raises(ModelError) as caught:
-        method("slideformer").check_model(dims)
+        method("revffn").check_model(dims)
     assert words in str(caught.value)
     method("lora").check_model(dims)
 
@@ -212,7 +212,7 @@ def test_an_unsupported_type_says_what_to_do(model_type: object, words: str, fol
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
     assert caught.value.expected.startswith(
-        "a decoder of the installed transformers, or one of gemma3_text, gpt2, "
+        "a decoder of the installed transformers, or one of gemma3_text, gemma4_text, gpt2, "
     )
     assert words in caught.value.hint and "ondevice/models/" not in caught.value.hint
 

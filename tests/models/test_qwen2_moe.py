@@ -131,6 +131,7 @@ def test_the_choice_of_experts_can_be_watched() -> None:
 BATCH = np.arange(24, dtype=np.int64).reshape(2, 12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize(
     "name", ["lora", "lora-fa", "mesp", "prge", "mezo", "full", "slideformer", "lsp"]

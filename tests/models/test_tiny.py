@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ondevice.models import load_model
 from ondevice.models.registry import family_classes
 from ondevice.models.tiny import tiny_dims
 
@@ -24,6 +25,18 @@ def test_dimensions_are_those_of_the_model(family: str) -> None:
     from ondevice.models.load import tiny_model
 
     assert tiny_dims(family) == (tiny_model(family).dims, family_classes()[family])
+
+
+@pytest.mark.parametrize("family", sorted(set(family_classes()) - {"bert", "roberta"}))
+def test_dimensions_count_the_models_parameters_and_name_its_layers(family: str) -> None:
+    pytest.importorskip("torch")
+    loaded = load_model(f"tiny:{family}")
+    parameters = dict(loaded.model.named_parameters())
+    assert loaded.dims.parameters == sum(value.numel() for value in parameters.values())
+    assert loaded.dims.linear_list
+    for one in loaded.dims.linear_list:
+        shape = parameters[f"{loaded.family.linear_name(one.layer, one.target)}.weight"].shape
+        assert sorted(shape) == sorted((one.inputs, one.outputs))
 
 
 def test_dimensions_need_neither_torch_nor_transformers() -> None:

@@ -29,6 +29,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "bos = int(starts[0] > -1 and pair_ids[0][0] == tokenizer.bos_token_id)",
     ): "without a prompt nothing is cut, and only a cut reads it",
     (
+        "ondevice/nn/packed.py",
+        "bias=packed.bias is not None,",
+        "bias=packed.bias is None,",
+    ): "the line behind the next one sets the bias",
+    (
         "ondevice/nn/cross_entropy.py",
         "total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)",
         "total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(1)",
@@ -39,7 +44,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "positions = (labels_N != IGNORE).to(torch.int32).topk(min(limit, labels_N.shape[0]), sorted=True).indices",
     ): "losses are scattered back to their positions, in whatever order",
     (
-        "ondevice/methods/prge/torch.py",
+        "ondevice/methods/prge/step.py",
         "deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()",
         "deviation = (centred * centred).sum(dim=0, keepdim=False).div(q - 1).sqrt()",
     ): "one number, [1] or []: the division broadcasts both",
@@ -59,6 +64,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "FLASH_HEAD = 255",
     ): "read on a GPU only",
     (
+        "ondevice/nn/experts.py",
+        "if end > start:",
+        "if end is not start:",
+    ): "rows end in order, and a product with no rows adds nothing",
+    (
+        "ondevice/nn/experts.py",
+        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
+        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == -1",
+    ): "read on a GPU only",
+    (
         "ondevice/methods/mesp/torch/kernels.py",
         "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
         "if not (q_BTHh.is_cuda and half and width | 8 == 0 and width <= FLASH_HEAD):",
@@ -69,7 +84,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if not (q_BTHh.is_cuda and half and width % 8 <= 0 and width <= FLASH_HEAD):",
     ): "a remainder is never below 0",
     (
-        "ondevice/methods/mesp/torch/stages.py",
+        "ondevice/methods/mesp/torch/block.py",
         "@dataclass(frozen=True)",
         "@dataclass(frozen=False)",
     ): "nothing writes to it",

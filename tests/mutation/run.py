@@ -45,11 +45,25 @@ GRADIENTS = tuple(  # without the longest, whose models and settings are drawn
         "a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s",
     )
 )
+GOLDEN = "tests/golden/test_gradients.py::test_"
+GOLDEN_TORCH = (f"{GOLDEN}torch_meets_the_golden_gradients",)
+GOLDEN_MLX = (f"{GOLDEN}mlx_meets_the_golden_gradients",)
+GOLDEN_BLOCKS = (f"{GOLDEN}block_programs_meet_the_golden_gradients",)
+HEAD_AND_UPDATE = (
+    "tests/methods/mesp/test_head_tiles.py",
+    "tests/methods/mesp/test_block_update.py",
+)
+OBJECTIVES = ("tests/objectives/test_objectives.py", "tests/objectives/test_trl.py")
 REVFFN, LAYER_ADAM = "tests/methods/revffn", ("tests/runtime_ops/test_layer_adam.py",)
 MODULES: dict[str, tuple[str, ...]] = {
     "runtime_ops/generator.py": ("tests/runtime_ops/test_generator.py",),
     "runtime_ops/layer_adam.py": LAYER_ADAM,
     "runtime_ops/adam_state.py": LAYER_ADAM,
+    "runtime_ops/quantized.py": (
+        "tests/runtime_ops/test_quantized.py",
+        "tests/runtime_ops/test_torch_ops.py",
+    ),
+    "exporters/executorch/blocks.py": GOLDEN_BLOCKS,
     "ondevice/data/batching.py": ("tests/data/test_batching.py",),
     "ondevice/data/encode.py": ("tests/data/test_encode.py", "tests/data/tasks/test_chat.py"),
     "ondevice/nn/cross_entropy.py": ("tests/nn/test_cross_entropy.py",),
@@ -58,10 +72,41 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/prge/test_torch.py",
     ),
     "ondevice/nn/lora.py": ("tests/nn/test_lora.py",),
+    "ondevice/nn/calibrated.py": ("tests/nn/test_calibrated.py",),
+    "ondevice/nn/experts.py": ("tests/nn/test_experts.py",),
+    "ondevice/nn/fused.py": ("tests/nn/test_fused.py",),
+    "ondevice/nn/packed.py": ("tests/nn/test_packed.py",),
+    "ondevice/nn/rounding.py": ("tests/nn/test_rounding.py",),
+    "ondevice/nn/short_conv.py": (
+        "tests/methods/test_packing.py::test_a_packed_step_is_the_step_of_the_rows",
+        *GOLDEN_TORCH,
+    ),
+    "ondevice/objectives/base.py": OBJECTIVES,
+    "ondevice/objectives/dpo.py": OBJECTIVES,
+    "ondevice/objectives/grpo.py": ("tests/objectives/test_grpo.py",),
+    "ondevice/objectives/kto.py": OBJECTIVES,
     "ondevice/methods/prge/step.py": ("tests/methods/prge/test_torch.py",),
+    "ondevice/methods/prge/subspace.py": ("tests/methods/prge/test_subspace.py",),
+    "ondevice/methods/prge/subspace_program.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
-    "ondevice/methods/mesp/torch/stages.py": GRADIENTS,
-    "ondevice/methods/mesp/torch/kernels.py": GRADIENTS,
+    **{
+        f"ondevice/methods/mesp/torch/{name}.py": GRADIENTS + GOLDEN_TORCH
+        for name in ("attention", "block", "convolution", "mlp")
+    },
+    **{
+        path: ("tests/methods/mesp/torch/test_traits.py",)
+        for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
+    },
+    "ondevice/methods/mesp/torch/kernels.py": GRADIENTS + GOLDEN_TORCH,
+    "ondevice/methods/mesp/blocks.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
+    "ondevice/methods/mesp/block_functions.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
+    "ondevice/methods/mesp/mlx/stages.py": (
+        *GOLDEN_MLX,
+        "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
+    ),
+    "ondevice/methods/mesp/mlx/settings.py": GOLDEN_MLX,
+    "ondevice/methods/mesp/mlx/model.py": GOLDEN_MLX,
+    "ondevice/methods/mesp/mlx/program.py": GOLDEN_MLX,
     "ondevice/methods/revffn/couplings.py": tuple(
         f"{REVFFN}/test_{name}.py" for name in ("inversion", "scale", "reversible")
     ),
@@ -71,6 +116,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/lsp/test_projector.py",
         "tests/methods/lsp/test_matrix.py",
     ),
+    "ondevice/methods/lsp/matrix.py": ("tests/methods/lsp/test_matrix.py",),
     "ondevice/offload/gradients.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
 }
@@ -182,6 +228,7 @@ class Checkout:
         os.chdir(self.folder)
         sys.path[:0] = [str(self.folder)]
         os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ["ONDEVICE_TESTS_ALL"] = "1"  # no test that would notice is left out
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
@@ -303,6 +350,9 @@ def report(mutants: list[Mutant], each: int, seed: int) -> str:
             dead = sum(mutant.outcome != "survived" for mutant in own)
             files = dict.fromkeys(f"`{name.partition('::')[0]}`" for name in tests)
             lines.append(f"| `{module}` | {len(own)} | {dead} | {', '.join(files)} |")
+    not_run = [f"`{name}`" for name in MODULES if not any(m.module == name for m in mutants)]
+    if not_run:
+        lines += ["", f"On the list and not run yet: {', '.join(not_run)}."]
     lines += [
         "",
         "## Survivors",

@@ -27,6 +27,7 @@ class Head(Family):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+        self.dims = tiny_model("llama").dims
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ondevice.nn.experts import grouped_linear, mixture
+from ondevice.nn.experts import grouped_linear, mixture, pair_of, peft_layout
+from tests.sampling import part_of
 
 
 def inputs(
@@ -50,7 +51,7 @@ def gradients(out: Tensor, parts: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, wanted, into, materialize_grads=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=part_of(25), deadline=None)
 @given(st.integers(1, 13), st.integers(1, 7), st.integers(1, 7), st.integers(0, 99))
 def test_value_and_gradients_are_those_of_a_loop_over_tokens(
     tokens: int, experts: int, chosen: int, seed: int
@@ -120,3 +121,20 @@ def test_the_grouped_product_is_the_loop_on_cuda() -> None:
     ends = torch.tensor([10, 10, 50, 96, 97])
     actual = grouped_linear(rows.cuda(), weight.cuda(), ends.cuda()).cpu()
     torch.testing.assert_close(actual, grouped_linear(rows, weight, ends), atol=0.2, rtol=0.02)
+
+
+def test_a_pair_of_all_experts_has_peft_s_layout() -> None:
+    """A's rows go expert by expert; in B the experts of one rank lie together."""
+    experts, rank, outputs, width = 3, 2, 5, 4
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(experts * rank, width, generator=generator)
+    b = torch.randn(outputs, rank * experts, generator=generator)
+    pair = pair_of(a, b, experts, 0.5)
+    assert pair.scale == 0.5
+    for expert in range(experts):
+        change = sum(
+            torch.outer(b[:, r * experts + expert], a[expert * rank + r]) for r in range(rank)
+        )
+        torch.testing.assert_close(pair.b_EOR[expert] @ pair.a_ERI[expert], change)
+    back_a, back_b = peft_layout(pair.a_ERI, pair.b_EOR)
+    assert torch.equal(back_a, a) and torch.equal(back_b, b.t())

@@ -13,6 +13,7 @@ pytest.importorskip("bitsandbytes")
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.models.load import tiny_model
 from ondevice.nn.packed import KINDS, Int8Matrix, Nf4Matrix, PackedLinear, pack_model, unpack_model
+from tests.sampling import part_of
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -31,7 +32,7 @@ def matrix(
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=part_of(30))
 @given(shape=shapes, seed=st.integers(0, 99))
 def test_nf4_is_the_nearest_of_sixteen_levels(shape, seed) -> None:
     """With scales in float32 every weight is a level times its group's largest magnitude, and the nearest one."""
@@ -54,7 +55,7 @@ def test_scales_in_8_bits_cost_little() -> None:
     assert single < double < 1.02 * single
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=part_of(30))
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 99))
 def test_int8_errs_by_half_a_step_of_the_row(shape, dtype, seed) -> None:
     weight = matrix(shape, dtype, seed)
@@ -75,7 +76,7 @@ def test_a_row_of_zeros_stays() -> None:
         assert not kind.pack(weight).dense()[3].any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=part_of(30))
 @given(kind=kinds, shape=shapes, dtype=dtypes, bias=st.booleans(), rows=st.integers(1, 5))
 def test_the_layer_is_a_plain_one_over_the_rounded_weights(kind, shape, dtype, bias, rows) -> None:
     packed = KINDS[kind].pack(matrix(shape, dtype))

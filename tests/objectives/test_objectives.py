@@ -107,3 +107,15 @@ def test_kto_refuses_pairs_and_unknown_settings_are_named() -> None:
     assert "label_smoothing" in caught.value.expected
     with pytest.raises(ConfigError):
         objective("ppo")
+
+
+def test_kto_s_figures_are_of_each_answer_and_not_of_the_other_row_s() -> None:
+    """Four rated answers by hand: log ratios 2, -1, 0.5, 3; the other rows' have a mean of 1."""
+    ratios = np.array([[2.0, 1.5], [-1.0, 0.5], [0.5, 0.0], [3.0, 2.0]])
+    zeros = np.zeros_like(ratios)
+    liked = np.array([True, True, False, False])
+    scores = Scores(ratios, zeros, np.full(ratios.shape, 4), liked)
+    graded = objective("kto", **{**SETTINGS["kto"], "beta": 0.2}).grade(scores)
+    assert graded.right.tolist() == [True, False, True, False]
+    expected = {"accuracy": 0.5, "kl": 1.0, "rewards_chosen": 0.1, "rewards_rejected": 0.35}
+    assert graded.figures == pytest.approx({**expected, "margin": -0.25})

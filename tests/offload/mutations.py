@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "ondevice.offload.transfers", "ondevice.offload.passes", "ondevice.offload.host",
-    "ondevice.methods.slideformer.window", "ondevice.methods.slideformer.updater", "ondevice.methods.slideformer.disk",
-    "ondevice.methods.slideformer.disk_states", "ondevice.methods.slideformer.torch",
+    "ondevice.offload.transfers", "ondevice.offload.passes", "ondevice.offload.host", "ondevice.offload.window",
+    "ondevice.offload.updater", "ondevice.offload.disk", "ondevice.offload.disk_states",
+    "ondevice.offload.engine",
+    "ondevice.methods.lsp.window", "ondevice.methods.lsp.engine", "ondevice.methods.lsp.bases",
 )  # fmt: skip
 KINDS = ("hold", "record", "wait", "result")
 LIST = Path(__file__).with_name("mutations.json")
@@ -36,11 +37,23 @@ CONFIGS: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("disk", {"disk_fraction": 1.0, "disk_masters": True, "window": 2}, False),
     ("disk for all", {"activations": "disk", "micro_batch_size": 2, "disk_fraction": 0.5, "optimizer": "torch",
                       "disk_masters": True}, False),
+    ("experts", {"experts": "used", "window": 2, "max_grad_norm": 0.1, "clip": "global"}, False),
     ("ranks", {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2, "window": 2}, True),
     ("resident ranks", {"max_grad_norm": 0.1, "resident_layers": 2, "window": 2}, True),
     ("resident tables on ranks", {"max_grad_norm": 0.1, "resident_tables": True, "loss_tiles": 2, "window": 2}, True),
 )  # fmt: skip
 """Name, settings, and whether several ranks train; the head is not tied."""
+LSP_CONFIGS: tuple[tuple[str, dict[str, Any], bool], ...] = (
+    ("defaults", {}, False),
+    ("small", {"gradient_buffers": 2, "compute": "float32", "optimizer": "torch"}, False),
+    ("zero", {"schedule": "zero"}, False),
+    ("host", {"weight_placement": "host", "window": 2}, False),
+    ("unprojected", {"project": False, "micro_batch_size": 1}, False),
+    ("exact norm", {"max_grad_norm": 0.1, "clip": "global"}, False),
+    ("ranks", {"learned": True, "max_grad_norm": 0.1, "micro_batch_size": 1}, True),
+    ("unprojected ranks", {"project": False, "micro_batch_size": 1}, True),
+)
+"""The same for the modules of LSP."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +157,19 @@ def without(site: Site) -> Iterator[None]:
         del function.__globals__["_early"]
 
 
+def configs_of(site: Site) -> Any:
+    """The settings of the engine that the site is in."""
+    return LSP_CONFIGS if ".lsp." in site.module else CONFIGS
+
+
 def noticed(site: Site, configs: Any = CONFIGS) -> str | None:
     """The first settings under which the checker finds a race, or the engine fails; None: nothing happens."""
     import pytest
 
-    from tests.methods.slideformer.test_happens_before import races
+    from tests.methods.lsp import test_happens_before as lsp
+    from tests.methods.slideformer import test_happens_before as slideformer
 
+    races = lsp.races if ".lsp." in site.module else slideformer.races
     for name, config, ranked in configs:
         with pytest.MonkeyPatch.context() as monkeypatch, without(site):
             try:
@@ -161,10 +181,12 @@ def noticed(site: Site, configs: Any = CONFIGS) -> str | None:
 
 
 def likely(site: Site) -> Any:
-    """`CONFIGS`, those first that use the site's module most."""
+    """The site's settings, those first that use its module most."""
     together = site.function.endswith(("together", "all_reduce", "gather_resident"))
-    word = "disk" if "disk" in site.module else "ranks" if together else ""
-    return sorted(CONFIGS, key=lambda config: not (word and word in config[0]))
+    word = "ranks" if together else ""
+    for module in ("disk", "experts"):
+        word = module if module in site.module else word
+    return sorted(configs_of(site), key=lambda config: not (word and word in config[0]))
 
 
 def main() -> None:

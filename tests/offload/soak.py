@@ -32,15 +32,15 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.methods.lsp import updates
+from ondevice.methods.lsp import window as lsp_window
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
-from ondevice.methods.slideformer import disk, disk_states, store, updater
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine, SlideformerSession
+from ondevice.methods.slideformer.torch import SlideformerSession
 from ondevice.models.load import tiny_model
-from ondevice.offload import drive, worker
+from ondevice.offload import disk, disk_states, drive, store, updater, worker
 from ondevice.offload import engine as offload_engine
+from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
@@ -214,13 +214,11 @@ class Run:
                 self.engine = self.session.engine
             else:
                 self.session = None
-                self.engine = SlideformerEngine(
+                self.engine = OffloadEngine(
                     loaded.family, SlideformerConfig(**episode.settings), "cpu", ranks
                 )
         self.store = CheckpointStore(folder, {}, seed=0, backend="torch-cpu")
         if checker:
-            for part in getattr(self.engine, "parts", ()):
-                checker.on_host(*part.moments.tensors().values())
             names(checker, self.engine, "engine")
             self._wait_for_scores()
 
@@ -322,12 +320,12 @@ class Run:
 def late(episode: Episode, monkeypatch: Any) -> Any:
     """A checker, and engines whose lanes are late."""
     delays = episode.delays
-    with checking(monkeypatch, updater, store, disk, disk_states, updates) as (
+    with checking(monkeypatch, updater, store, disk, disk_states, lsp_window) as (
         checker,
         _,
     ):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: LateDevice(checker, delays))
-        for module in (updater, updates):
+        for module in (updater,):
             for name in ("layer_adam", "torch_adam"):
                 monkeypatch.setattr(module, name, delays.before("update", getattr(module, name)))
         monkeypatch.setattr(store, "device_adam", delays.before("compute", store.device_adam))

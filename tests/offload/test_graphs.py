@@ -39,6 +39,7 @@ def train(
         engine.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
 @pytest.mark.parametrize(
     "values",

@@ -16,9 +16,10 @@ from tests.offload.soak import Episode  # noqa: E402
 
 
 def test_engines_whose_lanes_are_late_neither_hang_nor_race_nor_compute_something_else() -> None:
-    """Two episodes with a disk, checkpoints and steps of 16 rows."""
-    result = soak.soak((120, 781), time.monotonic() + 600, print)
-    assert result["failures"] == {} and result["episodes"] == 2
+    """Two episodes with a disk, checkpoints and steps of 16 rows, and one with projected gradients."""
+    result = soak.soak((120, 781, 7000008), time.monotonic() + 600, print)
+    assert result["failures"] == {} and result["episodes"] == 3
+    assert (result["slideformer"], result["lsp"]) == (2, 1)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -177,3 +177,16 @@ def test_the_limit_of_this_process_is_the_shell_s() -> None:
     line = f"ulimit -v 4000000; {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert int(done.stdout) == min(4_000_000 << 10, machine.total_bytes())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, "abc"), ("", ""), ("-1", ""), ("1", "b"), ("2, 0", "ca"), ("0,7,1", "a"), ("0,x", "a"),
+        ("GPU-8932f937", "abc"),
+    ],
+)  # fmt: skip
+def test_gpus_that_the_environment_hides_are_not_planned_with(chosen, names) -> None:
+    """A plan for a GPU that CUDA does not show ended in PyTorch's error."""
+    listed = [machine.Gpu(name, 1 << 30, 1 << 30) for name in "abc"]
+    assert "".join(gpu.name for gpu in machine.visible(listed, chosen)) == names

@@ -11,14 +11,15 @@ import pytest
 from ondevice.core.capabilities import Offloads
 from ondevice.core.config import ExportConfig
 from ondevice.core.dims import ModelDims
-from ondevice.core.errors import ConfigError, DoesNotFitError
+from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method, method_config, method_names
-from ondevice.methods.step_model import backward_bytes, forward_flops
+from ondevice.data.lengths import RowSizes
+from ondevice.methods.step_model import backward_bytes, forward_flops, head_flops
 from ondevice.models import tiny_model
 from ondevice.planning import devices, estimate, request
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.estimate import Plan, plan, weight_bytes
-from ondevice.planning.fits import alternatives, ensure_fits, size_text
+from ondevice.planning.fits import alternatives, does_not_fit, size_text
 from ondevice.planning.render import render
 from ondevice.planning.runtime import Runtime
 
@@ -199,9 +200,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_suggestions() -> None:
         device=PHONE,
     )
     assert not planned.fits and planned.margin_bytes < 0
-    with pytest.raises(DoesNotFitError) as caught:
-        ensure_fits(planned)
-    error = caught.value
+    error = does_not_fit(planned)
     assert error.exit_code == 8 and "packed weights" in error.message
     assert size_text(planned.total_bytes) == error.received and size_text(
         PHONE.usable_bytes
@@ -212,7 +211,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_suggestions() -> None:
         and "fits" in error.hint
         and "--force" in error.hint
     )
-    ensure_fits(planned, force=True)
 
 
 def test_the_first_alternative_fits_if_any_does() -> None:
@@ -236,9 +234,7 @@ def test_a_plan_that_cannot_shrink_suggests_only_force() -> None:
     planned = plan(
         SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10)
     )
-    with pytest.raises(DoesNotFitError) as caught:
-        ensure_fits(planned)
-    assert caught.value.hint == "--force to run anyway"
+    assert does_not_fit(planned).hint == "--force to run anyway"
 
 
 def test_the_table_shows_parts_and_verdict() -> None:
@@ -273,12 +269,34 @@ def test_this_cpu_is_measured_for_a_step_time_and_not_for_a_run(
     monkeypatch.setattr(request, "product_rate", lambda *sides: 1e12)
     for module in (estimate, request):
         monkeypatch.setattr(module, "runtime_of", lambda method: Runtime(600 << 20, 0.01))
+    monkeypatch.setattr(request, "blocks_s", lambda *sizes: None)
     planned = smollm(device=find_device("this-cpu"), memory_limit_bytes=64 << 20)
     assert not planned.fits and planned.request.device.limited and not asked
     assert planned.parts["runtime"] == 600 << 20
     assert planned.step_s == pytest.approx(planned.flops / 1e12 + 0.01 * SMOLLM.layers) and asked
     shown = planned.request.device.to_dict()
     assert shown["flops_s"] == {"float32": 3e12} and shown["bandwidth_bytes_s"] == 1e15
+
+
+def test_blocks_that_were_measured_and_the_labels_of_the_rows_make_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[tuple[int, int]] = []
+    monkeypatch.setattr(devices, "measured_rates", lambda: (3e12, 1e15))
+    monkeypatch.setattr(request, "product_rate", lambda *sides: 1e12)
+    monkeypatch.setattr(
+        request, "blocks_s", lambda dims, method, *rows: measured.append(rows) or 0.5
+    )
+    here = find_device("this-cpu")
+    head = 3 * head_flops(SMOLLM, 4, 64) / 1e12
+    every = plan(SMOLLM, method_config("mesp"), batch_size=4, length_tokens=64, device=here)
+    assert every.step_s == pytest.approx(0.5 + head, rel=1e-3)
+    sizes = RowSizes((24,) * 99 + (64,), labels=2.0)
+    few = plan(
+        SMOLLM, method_config("mesp"), batch_size=4, length_tokens=64, device=here, sizes=sizes
+    )
+    assert few.step_s == pytest.approx(0.5 + head * 4 * 2 / (4 * 64), rel=1e-3)
+    assert measured == [(4, 64), (4, 32)]  # 24 or, in 4 of 100 batches, 64
 
 
 def test_time_is_bound_by_bandwidth_or_by_products() -> None:

@@ -128,3 +128,47 @@ def test_a_plan_of_a_program_says_which_form_it_has() -> None:
         assert "mapped" in notes and "ops" not in notes
         files[quantize] = planned.file_bytes
     assert files["none"] > files["8da8w"] > files["int8"] > files["q4"] > files["none"] / 8
+
+
+@pytest.mark.parametrize(
+    ("gib", "recompute"),
+    [
+        (80, "none"),
+        (24, (32, 25, 1)),
+        (21, (32, 2, 0)),
+        (20.5, (19, 0, 0)),
+        (18, "all"),
+        (4, "all"),
+    ],
+)
+def test_recompute_auto_keeps_what_the_memory_has_room_for(gib, recompute) -> None:
+    config = method_config("mesp", {})
+    device = find_device("h100").within(int(gib * 2**30))
+    planned = plan(
+        LLAMA_8B, config, batch_size=1, length_tokens=2048, dtype="bfloat16", device=device
+    )
+    chosen = planned.request.method.recompute
+    assert chosen == recompute
+    assert any("method.recompute" in note for note in planned.notes)
+    kept = planned.parts.get("kept of the forward pass", 0)
+    assert (kept == 0) == (chosen == "all")
+    assert planned.fits or chosen == "all"
+
+
+def test_a_recompute_setting_that_is_given_stays_and_is_planned() -> None:
+    shape = {"batch_size": 2, "length_tokens": 512, "dtype": "bfloat16", "device": "h100"}
+    sizes = {}
+    for recompute in ("all", (4, 2, 1), "none"):
+        planned = plan(QWEN, method_config("mesp", {"recompute": recompute}), **shape)
+        assert planned.request.method.recompute == recompute
+        sizes[recompute] = planned.parts.get("kept of the forward pass", 0)
+    attention = 1024 * (14 * 64 * 2 + 14 * 4)
+    mlp = 1024 * 2 * 4864 * 2
+    projections = 1024 * (896 + 2 * 128 + 896) * 2
+    assert sizes["all"] == 0 and sizes["none"] == 24 * (attention + mlp + projections)
+    assert sizes[4, 2, 1] == 4 * attention + 2 * mlp + projections
+
+
+def test_recompute_auto_computes_all_again_on_a_cpu() -> None:
+    planned = plan(QWEN, method_config("mesp", {}), batch_size=1, length_tokens=64)
+    assert planned.request.method.recompute == "all"

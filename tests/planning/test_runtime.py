@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ondevice.core.registry import method_names
+from ondevice.core.capabilities import Offloads
+from ondevice.core.registry import method, method_config, method_names
+from ondevice.models import read_dims
 from ondevice.planning import runtime
 from ondevice.planning.runtime import FILE, Runtime, product_rate, runtime_of
 
@@ -65,6 +68,46 @@ def test_every_method_has_one_that_is_measured_for_it() -> None:
 
 def test_a_product_is_measured() -> None:
     assert product_rate(64, 64, 128) > 1e6
+
+
+def test_two_blocks_of_a_models_sizes_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(runtime, "_blocks", {})
+    monkeypatch.setattr(runtime, "_seconds", lambda step: (step(), 0.5)[1])
+    dims = replace(read_dims("tiny:qwen3"), layers=7)
+    assert runtime.blocks_s(dims, method_config("mesp"), 2, 24) == pytest.approx(3.5 / 2)
+    assert runtime.blocks_s(dims, method_config("slideformer"), 2, 24) is None
+    wide = replace(dims, intermediate=1 << 20)
+    assert runtime.blocks_s(wide, method_config("mesp"), 2, 24) is None
+
+
+def test_the_steps_of_every_method_that_does_not_offload_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr(runtime, "_blocks", {})
+    dims = read_dims("tiny:qwen3")
+    measured = {
+        name: runtime.blocks_s(dims, method(name).for_training(method_config(name)), 2, 24)
+        for name in method_names()
+        if "torch" in method(name).sessions
+    }
+    offload = {name for name in measured if method(name).capability(Offloads)}
+    assert offload == {name for name, seconds in measured.items() if seconds is None}
+
+
+@pytest.mark.parametrize("sizes", [(2_000_000, 16), (1, 100_000), (3, 200)])
+def test_a_plan_never_takes_the_tokens_of_its_run(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(runtime, "_blocks", {})
+    steps = []
+    monkeypatch.setattr(runtime, "_measure_blocks", lambda *asked: steps.append(asked[2:]) or 1.0)
+    seconds = runtime.blocks_s(read_dims("tiny:qwen3"), method_config("mesp"), *sizes)
+    ((rows, length_tokens),) = steps
+    assert 0 < rows * length_tokens <= runtime.MOST_TOKENS
+    assert seconds == pytest.approx(sizes[0] * sizes[1] / (rows * length_tokens))
 
 
 @pytest.mark.slow

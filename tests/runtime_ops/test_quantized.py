@@ -56,3 +56,15 @@ def test_q8_rows_match_the_reference():
     assert values.dtype == torch.int8 and scales.dtype == torch.float32
     error = (quantized.dequantize_q8_rows(values, scales) - weight).abs()
     assert (error <= 0.5 * scales[:, None] * 1.001).all()
+
+
+def test_each_q4_level_is_the_nearest_of_the_stored_grid():
+    """Of values far from 0, whose minimum moves by half a level when it becomes a float16."""
+    torch.manual_seed(3)
+    weight = 40.0 + 0.05 * torch.randn(5, 64)
+    packed, scales, mins = quantized.quantize_q4(weight)
+    assert ((weight.reshape(5, 2, 32).amin(-1) - mins.float()).abs() > scales.float() / 2).any()
+    grid = mins.float()[..., None] + scales.float()[..., None] * torch.arange(16)
+    nearest = (weight.reshape(5, 2, 32, 1) - grid[:, :, None]).abs().amin(-1).reshape(5, 64)
+    error = (quantized.dequantize_q4(packed, scales, mins) - weight).abs()
+    torch.testing.assert_close(error, nearest, rtol=0.0, atol=1e-5)

@@ -32,12 +32,14 @@ class DaemonProcess:
     Args:
         python: what its workers and helpers are started with; a command of `tests.warm` spares them their imports where
             nothing is killed and no memory is measured.
+        limits: other values of the server's constants, such as {"connections.HEAD_S": 2.0}.
     """
 
     def __init__(
         self, store: Path, *flags: str, token: str | None = None, environment: dict[str, str] | None = None,
-        python: Path | None = None,
+        python: Path | None = None, limits: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
+        self.limits = limits or {}
         self.store, self.flags, self.token = store, flags, token
         self.python = str(python or sys.executable)
         self.environment = {
@@ -49,9 +51,11 @@ class DaemonProcess:
 
     def start(self) -> DaemonProcess:
         """Start it, and wait until it answers."""
-        program = (
-            f"import sys; sys.executable = {self.python!r}; from ondevice.cli.app import run; run()"
-        )
+        lines = [f"import sys; sys.executable = {self.python!r}"]
+        for name, value in self.limits.items():
+            module, _, constant = f"ondevice.server.{name}".rpartition(".")
+            lines.append(f"import {module} as module; module.{constant} = {value!r}")
+        program = "; ".join([*lines, "from ondevice.cli.app import run; run()"])
         command = [
             sys.executable,
             "-c",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ondevice.core.errors import ConfigError, DeviceError, StorageError
 from ondevice.server.client import Client, RefusedError
+from tests.sampling import part_of
 from tests.server.running import refused, rows, settings, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="a development package")
@@ -48,7 +49,10 @@ def test_no_request_makes_the_server_stumble(name: str, served) -> None:
 
     @given(case=st.one_of(*(OPERATIONS[name].as_strategy(generation_mode=mode) for mode in modes)))
     @examples(
-        max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        max_examples=part_of(40),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
     def ask(case: Any) -> None:
         check(case, served)
@@ -193,7 +197,7 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         (
             {"config": {"train": {"objective": "command", "objective_command": "touch /tmp/x"}}},
             422,
-            "its own program",
+            "has not allowed",
         ),
         (
             {"config": {"method": {"name": "slideformer", "disk_folder": "/etc"}}},

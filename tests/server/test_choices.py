@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.planning import precision
 from ondevice.server import jobs, supervisor, uploads, worker
 from ondevice.server.store import Store
+from ondevice.training import choices
 from ondevice.training.events import FILE_NAME, read_log, read_start
 from tests.api.flipped import flip
 from tests.cli.command import classes
@@ -43,7 +43,7 @@ def attempt(store: Store, dataset: str, folder: Path, steps: int) -> int:
 def test_a_jobs_choices_are_its_first_attempts(
     store: Store, dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "has_bfloat16_units", precision.has_bfloat16_units)
+    monkeypatch.setattr(choices, "has_bfloat16_units", choices.has_bfloat16_units)
     from ondevice.methods.slideformer.config import SlideformerConfig
 
     monkeypatch.setattr(SlideformerConfig, "fixed", SlideformerConfig.fixed)

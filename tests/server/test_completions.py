@@ -9,8 +9,10 @@ import torch
 
 openai = pytest.importorskip("openai", reason="a development package")
 
+from ondevice.api.predict import Predictor  # noqa: E402
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
+from ondevice.data.tasks.trained import read_trained_task  # noqa: E402
 from ondevice.generation.generator import generator_of  # noqa: E402
 from ondevice.generation.prompt import prompt_ids  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
@@ -98,15 +100,20 @@ def test_a_stream_says_the_same_in_pieces(client) -> None:
 
 def test_an_adapter_is_a_model_and_is_swapped_in_and_out(client, served, loaded) -> None:
     adapted = load_model(MODEL)
-    apply_adapter(adapted, load_adapter(served.daemon.store / "adapters" / served.job["id"]))
+    folder = served.daemon.store / "adapters" / served.job["id"]
+    apply_adapter(adapted, load_adapter(folder))
+    task = read_trained_task(folder)
+    assert task is not None and task.framing != "chat template"
+    as_trained = Predictor.of(adapted, task).prompt("Why?")
+    as_chat = prompt_ids(loaded.tokenizer, PLAIN, "")
+    assert list(as_trained) != list(as_chat)
     asked = {"messages": TURNS, "temperature": 0, "max_tokens": 6, "logprobs": True}
-    for name, own in ((MODEL, loaded), (served.job["id"], adapted), (MODEL, loaded)):
+    base = (MODEL, loaded, as_chat)
+    for name, own, prompt in (base, (served.job["id"], adapted, as_trained), base):
         answer = client.chat.completions.create(model=name, **asked)
         expected = [
             token.log_probability
-            for token in generator_of(own).tokens(
-                prompt_ids(own.tokenizer, PLAIN, ""), max_new_tokens=6
-            )
+            for token in generator_of(own).tokens(list(prompt), max_new_tokens=6)
         ]
         found = [entry.logprob for entry in answer.choices[0].logprobs.content]
         assert found == pytest.approx(expected[: len(found)], abs=1e-5) and answer.model == name

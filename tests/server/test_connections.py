@@ -19,7 +19,6 @@ import pytest
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.server import connections
-from ondevice.server.connections import HEAD_S, READER_S, SILENT_S
 from ondevice.server.service import own_bytes
 from ondevice.server.store import Store
 from ondevice.server.uploads import PART_BYTES
@@ -39,6 +38,26 @@ HALVES = (
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Iterator[DaemonProcess]:
     with DaemonProcess(tmp_path_factory.mktemp("crowded") / "store", python=warm.python) as running:
+        yield running
+
+
+HEAD_S, SILENT_S, READER_S = 2.0, 4.0, 4.0
+"""Of the daemon that is impatient, so that nobody waits for the limits of a real one."""
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Iterator[DaemonProcess]:
+    """A daemon with short limits, and a job with a long log."""
+    store = Store(tmp_path_factory.mktemp("impatient") / "store")
+    folder = store.path("jobs", "job-1")
+    folder.mkdir()
+    (folder / "worker.log").write_bytes((b"x" * 99 + b"\n") * 40_000)
+    query = "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES ('job-1', 'done', 0, '{}', 0)"
+    store.connection.execute(query)
+    store.close()
+    limits = {"HEAD_S": HEAD_S, "SILENT_S": SILENT_S, "READER_S": READER_S}
+    named = {f"connections.{name}": value for name, value in limits.items()}
+    with DaemonProcess(store.root, python=warm.python, limits=named) as running:
         yield running
 
 
@@ -193,7 +212,7 @@ def closed_after_s(
     return time.monotonic() - began, received
 
 
-def test_a_request_that_does_not_arrive_is_closed(daemon) -> None:
+def test_a_request_that_does_not_arrive_is_closed(impatient) -> None:
     """A head by the byte, a body by the byte, a body that stops, and a connection that says nothing."""
     body = HALVES[1].replace(b"Content-Length: 100", b"Content-Length: 100000")
     kinds: dict[str, tuple[bytes, bytes, float]] = {
@@ -205,7 +224,7 @@ def test_a_request_that_does_not_arrive_is_closed(daemon) -> None:
     results: dict[str, tuple[float, bytes]] = {}
 
     def attempt(name: str, first: bytes, more: bytes, limit_s: float) -> None:
-        with socket.create_connection(place(daemon), timeout=30) as connection:
+        with socket.create_connection(place(impatient), timeout=30) as connection:
             connection.sendall(first)
             results[name] = closed_after_s(
                 connection, lambda: connection.sendall(more), limit_s + 10
@@ -223,15 +242,9 @@ def test_a_request_that_does_not_arrive_is_closed(daemon) -> None:
     assert b"did not arrive in time" in results["a slow head"][1]
 
 
-def test_an_answer_that_nobody_reads_is_given_up(tmp_path) -> None:
-    store = Store(tmp_path / "store")
-    folder = store.path("jobs", "job-1")
-    folder.mkdir()
-    (folder / "worker.log").write_bytes((b"x" * 99 + b"\n") * 40_000)
-    query = "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES ('job-1', 'done', 0, '{}', 0)"
-    store.connection.execute(query)
-    store.close()
-    with DaemonProcess(tmp_path / "store") as daemon, ExitStack() as stack:
+def test_an_answer_that_nobody_reads_is_given_up(impatient) -> None:
+    daemon = impatient
+    with ExitStack() as stack:
         assert daemon.process is not None
         process, port = psutil.Process(daemon.process.pid), place(daemon)[1]
 
@@ -250,7 +263,7 @@ def test_an_answer_that_nobody_reads_is_given_up(tmp_path) -> None:
             )
         wait_for(lambda: held() == 20, "the connections", 20)
         time.sleep(HEAD_S)
-        wait_for(lambda: held() == 0, "the answers are given up", READER_S)
+        wait_for(lambda: held() == 0, "the answers are given up", READER_S + 5)
 
 
 class Transport:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -33,8 +35,16 @@ PROMPT = {"model": "long", "prompt": [7] * LONG, "max_tokens": 4, "temperature":
 def address(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Any:
     store = tmp_path_factory.mktemp("engine") / "store"
     save_tiny(store / "models" / "long", "llama", layers=1, max_positions=65_536)
-    with DaemonProcess(store, python=warm.python) as daemon:
+    limits = {"connections.READER_S": 8.0, "routes.asking.KEEP_ALIVE_S": 1.0}
+    with DaemonProcess(store, python=warm.python, limits=limits) as daemon:
         yield daemon.address
+
+
+@pytest.fixture(autouse=True)
+def begun_warm(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of an engine in this one begin with torch imported; a kill of the command is
+    theirs."""
+    monkeypatch.setattr(sys, "executable", str(warm.python))
 
 
 @pytest.fixture
@@ -54,6 +64,13 @@ async def until(address: str, **figures: int) -> None:
             return
         await asyncio.sleep(0.05)
     pytest.fail(f"expected {figures}, received {answers}")
+
+
+def listens(process: int, address: str) -> bool:
+    """True for the daemon of an address; other tests run daemons of their own meanwhile."""
+    port = urlsplit(address).port
+    open_now = psutil.Process(process).net_connections("tcp")
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in open_now)
 
 
 def in_turns(queue: FairQueue[str]) -> list[str]:
@@ -282,7 +299,8 @@ def test_a_full_queue_says_when_to_come_back(quiet: str) -> None:
 def test_nothing_is_stuck_after_50_requests_that_leave_and_stall_and_two_kills(quiet: str) -> None:
     async def kill() -> bool:
         for process in psutil.process_iter(["cmdline"]):
-            if "ondevice.server.engine.process" in (process.info["cmdline"] or ()):
+            words = process.info["cmdline"] or ()
+            if "ondevice.server.engine.process" in words and listens(int(words[-1]), quiet):
                 process.kill()
                 return True
         return False

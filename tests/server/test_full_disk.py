@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,18 +21,20 @@ from ondevice.server.client import Client, RefusedError
 from ondevice.server.queue import DELETED_AT_ONCE, Queue
 from ondevice.server.reserve import RESERVE_BYTES, Reserve
 from ondevice.server.store import Store
-from tests.server.running import DaemonProcess, refused
+from ondevice.server.supervisor import SAVE_GRACE_S
+from tests.server.running import DaemonProcess, refused, rows, settings, wait_for, workers
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 MiB."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of 64 MiB, or of as many as a test asks for."""
+    size = getattr(request, "param", 64)
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(folder)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
@@ -113,6 +116,32 @@ def test_everything_can_be_deleted_on_a_full_disk_also_after_a_start_on_it(disk:
     assert store.rows("SELECT 1 FROM events") == []
     assert (disk / "store" / reserve.NAME).stat().st_size == RESERVE_BYTES
     store.close()
+
+
+@pytest.mark.parametrize("disk", [300], indirect=True)
+def test_a_daemon_stops_on_a_full_disk_and_its_job_goes_on_after_the_next_start(
+    disk: Path, warm: Any
+) -> None:
+    with DaemonProcess(disk / "store", python=warm.python) as daemon:
+        daemon.errors = disk.parent / "stderr"
+        client = daemon.client
+        dataset = client.upload("dataset", rows(disk / "rows.jsonl"))["id"]
+        spec = {"model": "tiny:llama", "dataset": dataset, "config": settings(steps=1_000_000)}
+        job = client.create_job(**spec)["id"]
+        wait_for(lambda: client.job(job)["progress"].get("step", 0) > 3, "a step")
+        fill(disk)
+        assert daemon.process is not None
+        daemon.process.terminate()
+        daemon.process.wait(SAVE_GRACE_S / 2)
+    assert not workers(disk / "store")
+    for filler in disk.glob("filler-*"):
+        filler.unlink()
+    with DaemonProcess(disk / "store", python=warm.python) as daemon:
+        client = daemon.client
+        wait_for(lambda: client.job(job)["attempt"] == 2, "the next attempt")
+        reasons = [event.get("reason") for event in client.events(job, follow=False)]
+        assert "the daemon was restarted" in reasons
+        client.cancel(job)
 
 
 def test_a_store_without_a_reserve_says_what_to_free(disk: Path) -> None:

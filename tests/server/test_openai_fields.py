@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 
 openai = pytest.importorskip("openai", reason="a development package")
 
+from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.models import load_model, save_tiny  # noqa: E402
 from ondevice.server.engine.complete import LEAST  # noqa: E402
-from ondevice.server.openai_answers import Built  # noqa: E402
-from ondevice.server.openai_requests import _REFUSED, TextRequest  # noqa: E402
+from ondevice.server.openai_answers import Built, tokens_of  # noqa: E402
+from ondevice.server.openai_requests import _REFUSED, ChatRequest, TextRequest  # noqa: E402
 from tests.server.asked import Asked  # noqa: E402
 from tests.server.running import DaemonProcess, wait_for  # noqa: E402
 from tests.trained_tokenizers import sentencepiece  # noqa: E402
@@ -183,8 +184,9 @@ def test_an_unknown_field_is_refused_and_harmless_ones_are_not(client) -> None:
     assert say(client, user="somebody").choices[0].text
 
 
-def test_the_switch_allows_unknown_fields_and_no_unsupported_ones(tmp_path) -> None:
-    with DaemonProcess(tmp_path / "store", "--allow-unknown-fields") as daemon:
+def test_the_switch_allows_unknown_fields_and_no_unsupported_ones(tmp_path, warm) -> None:
+    flags = ("--allow-unknown-fields",)
+    with DaemonProcess(tmp_path / "store", *flags, python=warm.python) as daemon:
         base = {"model": MODEL, "prompt": "a", "max_tokens": 1}
         url = f"{daemon.address}/v1/completions"
         assert httpx.post(url, json=base | {"nobody_knows": 1}, timeout=60).status_code == 200
@@ -314,7 +316,9 @@ def test_spaces_of_sentencepiece_stay_in_text_tokens_and_offsets(tmp_path) -> No
     body = TextRequest(model="a", prompt=prompt, logprobs=2, echo=True)
     assert len(body.asked()) == 1
     end = {"finish": "length", "completion_tokens": 2}
-    choice = Built(False, "a", 1, True).choice(0, parts[0], parts[1:], end)
+    text = "".join(part.get("text", "") for part in parts)
+    tokens = [token for part in parts[1:] for token in tokens_of(part)]
+    choice = Built(False, "a", 1, True).choice(0, parts[0], text, tokens, end)
     found = choice["logprobs"]
     assert choice["text"] == prompt + "".join(said) and said[0].startswith(" ")
     assert found["tokens"][-2:] == said
@@ -333,13 +337,12 @@ def test_two_likely_tokens_with_one_text_are_both_reported() -> None:
     token = {"id": 5, **shared, "logprob": -0.5, "offset": 0, "top_logprobs": [
         {"id": 5, **shared, "logprob": -0.5}, {"id": 9, **shared, "logprob": -1.5},
         {"id": 7, "token": r"bytes:\xe9", "bytes": [233], "logprob": -2.5}]}  # fmt: skip
-    parts = [{"text": "a", "tokens": [token]}]
     end = {"finish": "stop", "completion_tokens": 1}
-    choice = Built(False, "m", 1, True).choice(0, {}, parts, end)
+    choice = Built(False, "m", 1, True).choice(0, {}, "a", [token], end)
     assert choice["logprobs"]["top_logprobs"] == [
         {"a": -0.5, "token_id:9": -1.5, r"bytes:\xe9": -2.5}
     ]
-    chat = Built(True, "m", 1, True).choice(0, {}, parts, end)
+    chat = Built(True, "m", 1, True).choice(0, {}, "a", [token], end)
     assert [top["bytes"] for top in chat["logprobs"]["content"][0]["top_logprobs"]] == [
         [97],
         [97],
@@ -356,3 +359,30 @@ def test_bytes_of_a_part_of_a_character_are_its_own(client) -> None:
     )  # fmt: skip
     assert chat.choices[0].logprobs.content[0].bytes == [233]
     assert LEAST < chat.choices[0].logprobs.content[0].logprob < 0
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    ({"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages.0.name"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+     "messages.0.content.cache_control"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+])  # fmt: skip
+def test_fields_of_messages_and_options_are_obeyed_or_refused_too(
+    change: dict[str, Any], name: str
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]} | change
+    request = ChatRequest.model_validate(body)
+    with pytest.raises(ConfigError) as caught:
+        request.asked()
+    assert caught.value.message == f"'{name}' is not a known field"
+    assert request.asked(allows_unknown=True)
+
+
+def test_an_answer_can_be_sent_back_with_all_of_its_empty_fields() -> None:
+    """As clients do with the message of a response."""
+    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    answer = {"role": "assistant", "content": "b", **empty}
+    turns = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "c"}]
+    (asked,) = ChatRequest.model_validate({"model": MODEL, "messages": turns}).asked()
+    assert [turn["content"] for turn in asked["prompt"]] == ["a", "b", "c"]

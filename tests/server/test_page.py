@@ -336,3 +336,21 @@ def test_the_vendored_uplot_is_the_pinned_one() -> None:
     }
     for name, original in {**originals, "LICENSE.txt": "LICENSE"}.items():
         assert (copy / name).read_bytes() == (source / original).read_bytes(), name
+
+
+@needs_browser
+def test_ratings_become_a_job_that_is_offered_and_shows_before_and_after(
+    tmp_path: Path, warm: Warm
+) -> None:
+    """No job and no reply without a press; the kept-back ratings are a data set of their own."""
+    with DaemonProcess(tmp_path / "store", python=warm.python) as running:
+        for number in range(20):
+            turns = [{"role": "user", "content": f"Frage {number} 漢字?"}]
+            running.client.judge(turns, f"Antwort {number}", number % 2 == 0, model="tiny:llama")
+        played = play(
+            "judged",
+            ONDEVICE_URL=running.address,
+            SHOTS=os.environ.get("ONDEVICE_SCREENSHOTS", ""),
+        )
+        done = running.client.job(played["job"])
+        assert done["state"] == "done" and done["progress"]["evaluation"]["rows"] == 4

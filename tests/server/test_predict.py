@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ondevice.api.predict import predict
+from ondevice.api.predict import Predictor, predict
 from ondevice.core.errors import DeviceError
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, read_trained_task, to_text
+from ondevice.models import load_model
 from ondevice.models.tiny import tiny_tokenizer
 from ondevice.server.client import Client
 from tests.server.asked import Asked
@@ -133,6 +134,21 @@ def test_a_chat_with_an_adapter_is_framed_and_ends_as_it_was_trained(served, tmp
         task = task.model_copy(update={"ends": tuple(ends)})
         (folder / TASK_NAME).write_text(to_text(task))
         assert len(parts) > 2 and engine.text(**asked) == ""
+
+
+def test_a_chat_with_an_adapter_of_rows_asks_as_the_rows_did(served) -> None:
+    """The model has a chat template; what was trained has not, and the last message is its row."""
+    folder = served.daemon.store / "adapters" / served.job["id"]
+    task = read_trained_task(folder)
+    assert task is not None and task.framing != "chat template"
+    loaded = load_model("tiny:llama")
+    expected = Predictor.of(loaded, task).prompt("a1")
+    turns = [{"role": "user", "content": "a1"}]
+    framed = loaded.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    asked = {"model": "tiny:llama", "adapter": str(folder), "max_new_tokens": 3, "prompt": turns}
+    parts = Asked().parts(**asked)
+    assert parts[0] == {"prompt_tokens": len(expected)} != {"prompt_tokens": len(framed)}
+    assert Asked().text(**asked) == Asked().text(**asked | {"prompt": list(expected)})
 
 
 def test_an_adapter_without_a_record_says_what_to_do(served, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ondevice.core.errors import BusyError
 from ondevice.server.queue import ACTIVE, ENDED, Job, Queue, in_window
 from ondevice.server.routes.jobs import _answer
 from ondevice.server.store import MissingError, Store
+from tests.sampling import part_of
 
 SPEC: dict[str, Any] = {
     "name": "",
@@ -213,7 +214,10 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=part_of(25),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

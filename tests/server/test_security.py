@@ -22,16 +22,17 @@ from ondevice.server.guard import BODY_BYTES, CSP
 from ondevice.server.store import Store
 from ondevice.server.uploads import PART_BYTES
 from tests.server.running import DaemonProcess, refused, rows
+from tests.warm import Warm
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def closed(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[DaemonProcess]:
     """A daemon that needs a token."""
     folder = tmp_path_factory.mktemp("closed")
     store = Store(folder / "store")
     token = security.create_token(store, "tests")
     store.close()
-    with DaemonProcess(folder / "store", token=token) as daemon:
+    with DaemonProcess(folder / "store", token=token, python=warm.python) as daemon:
         yield daemon
 
 

@@ -25,7 +25,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
-from ondevice.server import adapters, clock, jobs, uploads
+from ondevice.server import adapters, clock, jobs, placing, uploads
 from ondevice.server.daemon import sweep
 from ondevice.server.routes import system
 from ondevice.server.store import MissingError, Store
@@ -98,7 +98,7 @@ def test_an_upload_whose_check_is_killed_can_be_finished_after_the_next_start(
             patch.setattr(os, "link", refuse)
         patch.setattr(uploads, "_forget", lambda *_: None)
         if moment != "validate":
-            patch.setattr(uploads, moment, die)
+            patch.setattr(placing, moment, die)
         with pytest.raises(Killed):
             uploads.finish(store, name, die if moment == "validate" else nothing_wrong)
     sweep(store)
@@ -259,7 +259,7 @@ def test_a_name_is_on_the_disk_before_it_is_told(store: Store, tmp_path, monkeyp
         store.root / "datasets"
     )
     (tmp_path / "model").mkdir()
-    uploads._in_place(store, "model", "mine", tmp_path / "model")
+    placing.in_place(store, "model", "mine", tmp_path / "model")
     assert flushed[-1] == store.root / "models" and store.path("models", "mine").is_dir()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,25 @@ import ondevice
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.files import sha256_file
 from ondevice.cli.app import app
-from ondevice.core.errors import ConfigError, DataError
+from ondevice.core.capabilities import LearnsPreferences
+from ondevice.core.errors import CheckpointError, ConfigError, DataError
+from ondevice.core.method import MethodSpec
 from ondevice.core.registry import name_methods
+from ondevice.data import encode
 from ondevice.data.examples import Dataset, Example, Item
+from ondevice.data.readers.objects import take_rows
+from ondevice.data.reading import as_rows
+from ondevice.models.load import tiny_model
+from ondevice.objectives import objective
+from ondevice.training.choices import place
 from ondevice.training.events import read_log
-from ondevice.training.fit import RunRows, with_answers
-from ondevice.training.preferences import FILE_NAME, mismatched
+from ondevice.training.fit import with_answers
+from ondevice.training.metrics import RunHistory
+from ondevice.training.objective import with_objective
+from ondevice.training.picture import draw
+from ondevice.training.preferences import FILE_NAME, Preferences, mismatched
+from ondevice.training.rows import OpenedRows, RunRows
+from tests.methods.reference import open_tiny
 
 WORDS = ("the", "film", "was", "long", "and", "dull", "bright", "fun", "slow", "deep", "plain")
 ADAPTER = "adapter/adapter_model.safetensors"
@@ -83,6 +97,25 @@ def test_pairs_are_learnt_from_with_dpo(method: str, tmp_path: Path) -> None:
     assert low < trained.result.evaluation.accuracy <= high
 
 
+def test_a_plot_has_the_rewards_of_both_sides(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for rows, panels in ((pairs(), 3), ([{"text": "a b c"}] * 8, 1)):
+        given = {"eval_rows": rows[:6]} if panels == 3 else {}
+        trained = run(rows, tmp_path / f"run {panels}", 8, **given)
+        axes = trained.plot().axes
+        assert len(axes) == panels
+    chosen, rejected = (run_axes.get_ydata() for run_axes in run_of(tmp_path / "run 3").lines)
+    steps = steps_of(tmp_path / "run 3")
+    assert list(chosen) == [step.preferences["rewards_chosen"] for step in steps]
+    assert list(rejected) == [step.preferences["rewards_rejected"] for step in steps]
+
+
+def run_of(out: Path) -> Any:
+    """The last panel of a run's picture, as `ondevice runs plot` draws it from the folder."""
+    entries = read_log(out / "events.jsonl").entries
+    return draw({"run": RunHistory(entry.event for entry in entries)}).axes[-1]
+
+
 def test_rated_answers_are_learnt_from_with_kto(tmp_path: Path) -> None:
     trained = run(thumbs(), tmp_path / "run", steps=16, eval_rows=thumbs(8))
     start = read_log(tmp_path / "run" / "events.jsonl").entries[0].event
@@ -128,7 +161,7 @@ def test_likelihoods_of_one_token_answers_are_over_the_whole_vocabulary() -> Non
         config = RunConfig.load(
             None, {"model.source": "tiny:llama", "method.name": "prge", "train.objective": name}
         )
-        assert with_answers(config, rows).method.answers == answers
+        assert with_answers(config.train, config.method, rows).answers == answers
 
 
 def test_changed_rows_are_seen_when_a_run_goes_on(tmp_path: Path) -> None:
@@ -153,7 +186,7 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
     for rows, settings in (
         (pairs(), {"objective": "kto"}),
         (thumbs(), {"objective": "dpo"}),
-        (pairs(), {"method": "slideformer"}),
+        (pairs(), {"train_on_prompt": True}),
         (pairs(), {"packing": True}),
         (pairs(), {"objective": "accuracy", "method": "prge"}),
         (pairs(), {"objective": "dpo", "margin": 1.0}),
@@ -166,22 +199,136 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_a_method_that_cannot_is_refused_with_those_that_can(
-    dry: list[str], tmp_path: Path
+    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    capability = MethodSpec.capability
+
+    def without(spec: Any, kind: Any) -> Any:
+        if (spec.name, kind) == ("slideformer", LearnsPreferences):
+            return None
+        return capability(spec, kind)
+
+    monkeypatch.setattr(MethodSpec, "capability", without)
     file = write(tmp_path / "pairs.jsonl", pairs(8))
     arguments = ["train", "tiny:llama", "--data", str(file), "--method", "slideformer", *dry]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "run")])
     error = done.exception
     assert isinstance(error, ConfigError)
     name_methods(error)
-    assert set(error.methods) == {"full", "lora", "lora-fa", "mesp", "mezo", "prge"}
+    others = {"full", "lora", "lora-fa", "lsp", "mesp", "mezo", "prge", "revffn"}
+    assert set(error.methods) == others
     assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_are_refused() -> None:
+    config = RunConfig.load(
+        None, {"model.source": "tiny:llama", "method.name": "slideformer", "train.objective": "dpo"}
+    )
+    rows = OpenedRows(config.data, take_rows(pairs(4)))
+    placement = replace(place(config.method, config.train, "auto"), world=2)
+    with pytest.raises(ConfigError) as caught:
+        with_objective(config.train, config.method, placement, rows)
+    assert caught.value.received == "2 processes"
+
+
+@pytest.mark.parametrize("method", ["slideformer", "lsp", "revffn"])
+@pytest.mark.parametrize("rows", [pairs(), thumbs()], ids=["pairs", "thumbs"])
+def test_methods_of_all_parameters_learn_from_preferences(
+    method: str, rows: Any, tmp_path: Path
+) -> None:
+    trained = run(rows, tmp_path / "run", 12, method=method, learning_rate=1e-3, eval_rows=rows[:8])
+    assert trained.result.evaluation.preferences["margin"] > 0.05
+    assert steps_of(tmp_path / "run")[-1].loss < steps_of(tmp_path / "run")[0].loss
+
+
+@pytest.mark.parametrize("made", [pairs, thumbs])
+def test_a_dry_run_refuses_what_the_run_refuses(made: Any, tmp_path: Path) -> None:
+    rows = made(8)
+    if made is thumbs:
+        rows = [row for row in rows if not row["label"]]
+    else:
+        rows = [{**row, "rejected": row["chosen"]} for row in rows]
+    file = write(tmp_path / "rows.jsonl", rows)
+    arguments = ["train", "tiny:llama", "--data", str(file), "--method", "lora"]
+    messages = []
+    for dry in ([], ["--dry-run"]):
+        out = ["--out", str(tmp_path / "run")]
+        done = CliRunner().invoke(app, [*arguments, *dry, *out])
+        assert isinstance(done.exception, DataError)
+        messages.append(str(done.exception))
+    assert messages[0] == messages[1]
+    where = {pairs: "rows.jsonl:1: 'rejected': is the same", thumbs: "field label, from line 1"}
+    assert where[made] in messages[0]
+
+
+def test_a_pair_without_a_rejected_side_is_left_out_with_its_line(tmp_path: Path) -> None:
+    rows = pairs(8)
+    del rows[2]["rejected"]
+    rows[5]["rejected"] = " "
+    trained = run(write(tmp_path / "pairs.jsonl", rows), tmp_path / "run", 2)
+    found = [(problem.line, problem.field) for problem in trained.problems]
+    assert found == [(3, "rejected"), (6, "rejected")]
+
+
+def test_likelihoods_of_another_model_are_never_taken(tmp_path: Path) -> None:
+    run(pairs(), tmp_path / "run", 3, checkpoint_every=3)
+    file = tmp_path / "run" / FILE_NAME
+    first = file.read_bytes()
+    file.write_text(json.dumps(json.loads(first) | {"model": "0" * 64}), encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        run(pairs(), tmp_path / "run", 6, resume=True, checkpoint_every=3)
+    assert "of another model" in caught.value.message and "delete the file" in caught.value.hint
+    file.unlink()
+    run(pairs(), tmp_path / "run", 6, resume=True, checkpoint_every=3)
+    assert file.read_bytes() == first
+    # A new run in the same folder, in other numbers, has others.
+    run(pairs(), tmp_path / "run", 3, overwrite=True, dtype="bfloat16")
+    assert json.loads(file.read_bytes())["log_likelihoods"] != json.loads(first)["log_likelihoods"]
+
+
+def test_a_stop_during_the_first_pass_stores_nothing(tmp_path: Path) -> None:
+    session = open_tiny("lora")
+    rows = as_rows(take_rows(pairs(4)), None, {})
+    dataset = encode(rows, tiny_model("llama").tokenizer, max_length_tokens=200)
+    learns = Preferences(objective("dpo"), dataset, None, 0, {})
+    learns.begin(session, tmp_path, should_stop=lambda: True)
+    assert not (tmp_path / FILE_NAME).exists()
+    learns.begin(session, tmp_path)
+    assert (tmp_path / FILE_NAME).exists()
+
+
+def test_only_what_follows_the_prompt_is_judged() -> None:
+    """Earlier answers are in both texts: they would count for means, and for a rating."""
+    before = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ]
+    tokenizer = tiny_model("llama").tokenizer
+
+    def labelled(row: dict[str, Any]) -> list[str]:
+        rows = as_rows(take_rows([row]), None, {})
+        (item,) = encode(rows, tokenizer, max_length_tokens=200).items
+        return [
+            tokenizer.decode([token for token in text.labels if token >= 0])
+            for text in item.candidates or (item.example,)
+        ]
+
+    one, other = ({"role": "assistant", "content": text} for text in ("See you", "No"))
+    ends = ["See you<|im_end|>", "No<|im_end|>"]
+    assert labelled({"prompt": before, "chosen": [one], "rejected": [other]}) == ends
+    assert labelled({"chosen": [*before, one], "rejected": [*before, other]}) == ends
+    rated = {"prompt": before, "completion": [one], "label": True}
+    assert labelled(rated) == ends[:1]
 
 
 def test_the_plan_counts_both_texts_of_a_row(tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", pairs(8))
     plan = ondevice.plan("tiny:llama", file, method="lora", batch_size=3)
     assert plan.request.batch_size == 6
+    file = write(tmp_path / "thumbs.jsonl", thumbs(8))
+    plan = ondevice.plan("tiny:llama", file, method="lora", batch_size=3)
+    assert plan.request.batch_size == 3
 
 
 def test_another_rows_answer_stands_after_this_rows_prompt() -> None:

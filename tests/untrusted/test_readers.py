@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ondevice.artifact.files import DamagedError
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError, DataError, ModelError
+from ondevice.core.errors import ArtifactError, ConfigError, DataError, ModelError, was_refused
 from ondevice.core.untrusted import (
     Refused,
     check_name,
@@ -23,10 +24,12 @@ from ondevice.core.untrusted import (
 )
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 from ondevice.data import read_rows
+from ondevice.data.readers.files import SUFFIXES, Reader, read_records
+from ondevice.data.readers.source import Limits, Record, Source
 from ondevice.models.sources.resolve import check_folder
 from ondevice.training.checkpoint import read_meta
 from tests.untrusted.files_of_models import build_sharded
-from tests.untrusted.files_of_rows import build_xlsx
+from tests.untrusted.files_of_rows import build_arrow, build_xlsx
 from tests.untrusted.files_of_runs import build_artifact, build_checkpoints
 
 
@@ -136,6 +139,57 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         read_plain(tmp_path / "pipe", 10)
     with pytest.raises(ConfigError):
         read_object(tmp_path / "pipe", ConfigError)
+
+
+def test_a_batch_that_states_more_bytes_than_can_be_read_is_refused(tmp_path: Path) -> None:
+    ipc = pytest.importorskip("pyarrow.ipc")
+    build_arrow(stream=True, compression=None)(tmp_path)
+    path = tmp_path / "rows.arrow"
+    batches = [one for one in ipc.MessageReader.open_stream(path) if one.type == "record batch"]
+    for batch in batches:
+        own, endless = (size.to_bytes(8, "little") for size in (batch.body.size, 2**63 - 1))
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(own, endless))
+        with pytest.raises(DataError) as caught:
+            list(read_records(path).records)
+        assert "rows.arrow" in caught.value.message and "too large" in caught.value.message
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_that_need_more_memory_than_there_is_are_refused_in_words(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's helper process, which then ends, can tell why."""
+
+    def records() -> Iterator[Record]:
+        yield Record(1, {"text": "a"})
+        raise MemoryError
+
+    def read(path: Path, limits: Limits) -> Source:
+        if at_once:
+            raise MemoryError
+        return Source("txt", records())
+
+    monkeypatch.setitem(SUFFIXES, ".txt", Reader("txt", (".txt",), read))
+    (tmp_path / "rows.txt").write_text("a")
+    with pytest.raises(DataError) as caught:
+        list(read_records(tmp_path / "rows.txt").records)
+    assert "rows.txt needs more memory" in caught.value.message and was_refused(caught.value)
+
+
+def test_rows_that_do_not_fit_together_are_refused_in_words_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*_: object) -> Iterator[object]:
+        raise MemoryError
+        yield
+
+    (tmp_path / "rows.txt").write_text("a")
+    monkeypatch.setattr("ondevice.data.reading.Reading.rows", rows)
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / "rows.txt")
+    assert "rows.txt needs more memory" in caught.value.message and was_refused(caught.value)
 
 
 def test_a_part_of_a_book_that_states_more_than_the_file_has_is_refused(tmp_path: Path) -> None:

@@ -129,9 +129,13 @@ Program::Program(const std::string& folder, bool streamed)
   loss = instructions_of(lists.at("loss"));
   loss_only = instructions_of(lists.at("loss_only"));
   for (const auto& [length, bucket] : json.at("lengths").items()) {
-    buckets.emplace(std::stoi(length), Bucket{bucket.at("loss_rows"), instructions_of(bucket.at("forward")),
-                                              instructions_of(bucket.at("backward"))});
+    std::vector<Lists> lists = {{instructions_of(bucket.at("forward")), instructions_of(bucket.at("backward"))}};
+    for (const Json& other : bucket.value("others", Json::array())) {
+      lists.push_back({instructions_of(other.at("forward")), instructions_of(other.at("backward"))});
+    }
+    buckets.emplace(std::stoi(length), Bucket{bucket.at("loss_rows"), std::move(lists)});
   }
+  kinds = json.value("kinds", std::vector<int>(layers, 0));
   bool gpu = mx::default_device() == mx::Device::gpu;
   functions = std::make_unique<Functions>(folder + (gpu ? "/functions-gpu" : "/functions"), json.at("functions"),
                                           written);

@@ -33,9 +33,14 @@ struct Instruction {
 
 using Instructions = std::vector<Instruction>;
 
+// The instructions of one kind of block.
+struct Lists {
+  Instructions forward, backward;
+};
+
 struct Bucket {
   int loss_rows;
-  Instructions forward, backward;
+  std::vector<Lists> of_kind;
 };
 
 // The stages: `.mlxfn` files that are loaded when they are first called.
@@ -82,6 +87,7 @@ struct Program {
   std::unique_ptr<Block> table, final;
   std::string head;  // the table's name of the output head
   int layers, batch_size;
+  std::vector<int> kinds;  // of each layer, the kind of its block
 };
 
 using Update = std::function<void(const std::string& target, const mx::array& a, const mx::array& b)>;

@@ -46,7 +46,8 @@ mx::array Trainer::embed(const Batch& batch) {
 
 mx::array Trainer::forward(int layer, const Bucket& bucket, const mx::array& x) {
   if (layer + 1 < program_.layers) program_.blocks[layer + 1]->announce();
-  return run(program_, bucket.forward, {{"x", x}}, *program_.blocks[layer], adapter_[layer]).at("x");
+  const Lists& lists = bucket.of_kind.at(program_.kinds.at(layer));
+  return run(program_, lists.forward, {{"x", x}}, *program_.blocks[layer], adapter_[layer]).at("x");
 }
 
 double Trainer::step(const Batch& batch, double learning_rate) {
@@ -78,7 +79,8 @@ double Trainer::step(const Batch& batch, double learning_rate) {
     inputs.pop_back();
     x = g = scalar(0);
     auto take = [&](const std::string& target, const mx::array& a, const mx::array& b) { update(layer, target, a, b); };
-    g = run(program_, shape.backward, std::move(given), *program_.blocks[layer], adapter_[layer], "", take).at("g");
+    const Lists& lists = shape.of_kind.at(program_.kinds.at(layer));
+    g = run(program_, lists.backward, std::move(given), *program_.blocks[layer], adapter_[layer], "", take).at("g");
   }
   return sum;
 }

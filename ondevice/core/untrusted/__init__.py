@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -136,7 +137,10 @@ def parse_row(text: str, pairs: Pairs | None = None) -> Any:
         ValueError: as `json.loads` raises it; also from `pairs`.
     """
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        if pairs is None or text.startswith("\ufeff"):
+            value = json.loads(text, object_pairs_hook=pairs)
+        else:
+            value = _decoder(pairs).decode(text)
     except RecursionError:
         raise Refused("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MOST_DEPTH:
@@ -144,14 +148,20 @@ def parse_row(text: str, pairs: Pairs | None = None) -> Any:
     return value
 
 
-def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+@lru_cache(maxsize=8)
+def _decoder(pairs: Pairs) -> json.JSONDecoder:
+    """Return a decoder; `json.loads` builds one for each row, which takes longer than most rows."""
+    return json.JSONDecoder(object_pairs_hook=pairs)
+
+
+def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
         Refused: as `parse_json`, or it is not a plain file.
         OSError: as `open` raises it.
     """
-    return parse_json(read_plain(path, most_bytes), most_bytes=most_bytes)
+    return parse_json(read_plain(path, MOST_BYTES))
 
 
 def read_object(
@@ -203,10 +213,10 @@ def well_formed(
         ) from None
 
 
-def check_depth(value: Any, most: int = MOST_DEPTH) -> None:
-    """Raise Refused if lists and dictionaries are nested more than `most` deep; never recurses."""
+def check_depth(value: Any) -> None:
+    """Raise Refused if lists and dictionaries are nested more than `MOST_DEPTH` deep; never recurses."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(MOST_DEPTH + 1):
         containers = [item for item in level if isinstance(item, (dict, list))]
         level = [
             child
@@ -215,7 +225,7 @@ def check_depth(value: Any, most: int = MOST_DEPTH) -> None:
         ]
         if not containers:
             return
-    raise Refused(f"it is nested more than {most} deep")
+    raise Refused(f"it is nested more than {MOST_DEPTH} deep")
 
 
 def _check_numbers(value: Any) -> None:

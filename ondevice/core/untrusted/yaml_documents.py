@@ -61,8 +61,13 @@ def read_yaml(path: Path, loader: Any = yaml.SafeLoader) -> Any:
 
 
 def _limit(reader: Any) -> None:
-    """Make PyYAML's composer, which calls itself for each level, stop at the limits."""
+    """Make PyYAML's composer, which calls itself for each level, stop at the limits.
+
+    The scanner stops as well: it looks ahead at 1,024 open brackets, and goes through all of them
+    at each token.
+    """
     compose = reader.compose_node
+    start = reader.fetch_flow_collection_start
     depth = 0
     nodes = 0
 
@@ -79,14 +84,20 @@ def _limit(reader: Any) -> None:
         finally:
             depth -= 1
 
+    def open_bracket(token: Any) -> None:
+        if reader.flow_level > MOST_DEPTH:
+            raise Refused(f"it is nested more than {MOST_DEPTH} deep")
+        start(token)
+
     reader.compose_node = limited
+    reader.fetch_flow_collection_start = open_bracket
 
 
 def _nodes(node: yaml.Node, counted: dict[int, int]) -> int:
     """Count the nodes of a document with every alias replaced; a node inside itself is refused."""
     if id(node) in counted:
         if not counted[id(node)]:
-            raise Refused("an alias stands for what it is in")
+            raise Refused("an alias stands for a value that contains it")
         return counted[id(node)]
     counted[id(node)] = 0
     children: list[yaml.Node] = []

@@ -22,6 +22,10 @@ _BATCH_BYTES = 16 << 20
 _BUFFER_BYTES = 1 << 20
 """Read at once of a column; without it pyarrow reads all of a row group's column."""
 
+_DAMAGED = (OSError, ValueError, OverflowError)
+"""What reading raises besides pyarrow's own exceptions: a stated length may be more than Python's
+`read` takes."""
+
 
 def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
     """Read a file; a Hugging Face data set's class labels become their names, `line` counts rows.
@@ -37,9 +41,9 @@ def read_columnar(path: Path, limits: Limits = UNLIMITED) -> Source:
     try:
         schema, batches = _open(path, limits)
         first = next(batches, None)
-    except MemoryError as error:  # also an ArrowException: a damaged file may state any size
-        raise _needs_memory(path, error) from None
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except MemoryError:  # also an ArrowException: a damaged file may state any size
+        raise
+    except (pyarrow.ArrowException, *_DAMAGED) as error:
         message = f"cannot read {path}: {_first_line(error)}"
         raise DataError(message, expected="a Parquet or Arrow file") from None
     if first is None:
@@ -95,19 +99,10 @@ def _records(
             yield Record(number, with_label_names(without_fills(row), names))
         try:
             batch = next(batches, None)
-        except MemoryError as error:
-            raise _needs_memory(path, error) from None
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except MemoryError:
+            raise
+        except (pyarrow.ArrowException, *_DAMAGED) as error:
             raise DataError(f"{path} is damaged after row {number}: {_first_line(error)}") from None
-
-
-def _needs_memory(path: Path, error: MemoryError) -> DataError:
-    """Build the error for a file that is damaged or too large: only a stated size is known."""
-    return DataError(
-        f"{path} needs too much memory to be read",
-        received=_first_line(error),
-        hint="save it as JSON lines",
-    )
 
 
 def _first_line(error: BaseException) -> str:

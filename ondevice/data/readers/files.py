@@ -18,7 +18,7 @@ from ondevice.core.untrusted import check_name, read_json
 from ondevice.data.readers import json_files
 from ondevice.data.readers.columnar import read_columnar
 from ondevice.data.readers.hub import read_hub
-from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, needs_memory
 from ondevice.data.readers.tables import read_excel, read_table
 from ondevice.data.readers.text import read_text
 from ondevice.data.rows import BadRow
@@ -67,7 +67,19 @@ def read_file(path: Path, limits: Limits = UNLIMITED) -> Source:
         raise DataError(
             f"cannot read {path}", expected="a file", received="a folder, a pipe or a device"
         )
-    return reader.read(path, limits)
+    try:
+        source = reader.read(path, limits)
+    except MemoryError as error:
+        raise needs_memory(path) from error.with_traceback(None)
+    source.records = _within_memory(path, source.records)
+    return source
+
+
+def _within_memory(path: Path, records: Iterator[Record]) -> Iterator[Record]:
+    try:
+        yield from records
+    except MemoryError as error:
+        raise needs_memory(path) from error.with_traceback(None)
 
 
 _HUB_NAME = re.compile(

@@ -80,3 +80,13 @@ def missing_package(path: Path, package: str, instead: str) -> MissingPackageErr
         expected="the extra 'tables'",
         hint=f"pip install 'ondevice-train[tables]', or save it as {instead}",
     )
+
+
+def needs_memory(name: str | Path) -> DataError:
+    """Build the error for rows that do not fit into memory; raise it from the MemoryError, without
+    its traceback, whose frames hold them."""
+    return DataError(
+        f"{name} needs more memory than there is",
+        expected="rows that fit into memory; a text and a JSON object are read in one piece",
+        hint="save it as JSON lines, one row a line, or split it",
+    )

@@ -9,12 +9,14 @@ reasoning, gives one text and one example for each answer.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ondevice.core.session import IGNORE
 from ondevice.data.examples import Example, Item, Report, check_fit
+from ondevice.data.pictures import FIELD, FIRST_ID, MARK, Picture
 from ondevice.data.rows import AnswerTooLong, BadRow, Row, Turn, keys_of
 from ondevice.data.tasks import literal
 from ondevice.data.tasks.chat_reads import Reads
@@ -56,13 +58,25 @@ class ChatEncoder:
             the system turn; the last exchange is never cut.
         train_on_prompt: label the turns of others, too, once each.
         report: counts what encoding does in addition to examples.
+        rated: rows are rated answers; a rating is of what comes after the last turn of the user.
+        folder: of the data, in which the paths of pictures lead.
     """
 
-    def __init__(self, tokenizer: Any, limit: int, train_on_prompt: bool, report: Report) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        limit: int,
+        train_on_prompt: bool,
+        report: Report,
+        rated: bool = False,
+        folder: str = ".",
+    ) -> None:
+        self.folder = folder
         self.tokenizer = tokenizer
         self.limit = limit
         self.train_on_prompt = train_on_prompt
         self.report = report
+        self.rated = rated
         self._templates: dict[bool, tuple[ChatTemplate, Reads]] = {}
         marks = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         self._ends = tuple(sorted(marks, key=len, reverse=True))
@@ -75,11 +89,14 @@ class ChatEncoder:
             BadRow: nothing of the row can be encoded.
         """
         self._answered: list[tuple[str, Span]] = []
+        self._images = self._pictures(row)
         template, reads = self._template(bool(row.tools))
         context, unread = reads.context(row)
         context = literal.hide(self.tokenizer, context)
         turns = self._turns(template, row.messages, row.tools, context)
         trained = [is_trained(turn) for turn in turns]
+        if self.rated:
+            trained = _from(_after_user(turns), trained)
         if template.call_arguments is None:  # a call is written by its name and its arguments
             calls = [call for turn in row.messages for call in keys_of(turn).get("tool_calls", ())]
             unread.update(
@@ -93,7 +110,9 @@ class ChatEncoder:
         if row.rejected:
             other = self._turns(template, row.rejected, row.tools, context)
             both = (turns, other)
-            weights = (trained, [is_trained(turn) for turn in other])
+            # What both say is their prompt: it counts for neither.
+            first = min(common_length(turns, other), len(turns) - 1, len(other) - 1)
+            weights = (_from(first, trained), _from(first, [is_trained(turn) for turn in other]))
             pair = self._pair(row, template, context, both, weights)
             reads.check(turns, "", context)
             unread += reads.unread(turns, [template.render(turns, False, context)], context)
@@ -120,6 +139,17 @@ class ChatEncoder:
                 note += "with which the chat template asks for them"
                 self.report.notes[note] += 1
 
+    def _pictures(self, row: Row) -> list[Picture]:
+        """Return the row's pictures; BadRow if the model reads none."""
+        if not row.images:
+            return []
+        pictures = getattr(self.tokenizer, "pictures", None)
+        if pictures is None:
+            reason = "the model reads only text; leave the column out, "
+            reason += "or choose a checkpoint that reads images, such as SmolVLM2 or Qwen3.5"
+            raise BadRow(FIELD, reason)
+        return pictures.read(row.images, os.path.join(self.folder, row.file or "_"), self.tokenizer)
+
     def _template(self, tools: bool) -> tuple[ChatTemplate, Reads]:
         if tools not in self._templates:
             template = ChatTemplate(self.tokenizer, tools)
@@ -136,6 +166,8 @@ class ChatEncoder:
         """Return turns as the template takes them; tools that it takes go into `context`."""
         turns = []
         for message in messages:
+            if MARK in message[1] and not self._images:
+                raise BadRow(FIELD, "only conversations have pictures, in the column images")
             turn = {"role": message[0], "content": message[1], **keys_of(message)}
             if "developer" not in template.source:
                 turn["role"] = message[0]
@@ -291,7 +323,7 @@ class ChatEncoder:
 
     def _example(self, text: Text) -> tuple[Example, int]:
         """Tokenize a text up to its last answer; return the example and that answer's index."""
-        ids, offsets = literal.encode(self.tokenizer, text.text)
+        ids, offsets = self._encode(text.text)
         covered = [
             next((span for span in text.spans if _covers(left, right, span)), None)
             for left, right in offsets
@@ -310,8 +342,42 @@ class ChatEncoder:
                 for span, new in zip(covered[:end], is_new, strict=True)
             ]
         ids = ids[:end]
-        labels = [token if flag else IGNORE for token, flag in zip(ids, trained, strict=True)]
+        labels = [
+            token if flag and token < FIRST_ID else IGNORE
+            for token, flag in zip(ids, trained, strict=True)
+        ]
         return Example(tuple(ids), tuple(labels)), last[0]
+
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokenize a text; each picture's mark becomes the picture's own tokens.
+
+        Of fewer marks than pictures, as turns were dropped from the front, the last count.
+        """
+        ids, offsets = literal.encode(self.tokenizer, text)
+        if not self._images:
+            return ids, offsets
+        mark = self.tokenizer.pictures.mark_id(self.tokenizer)
+        count = ids.count(mark)
+        if not 0 < count <= len(self._images):
+            reason = f"the chat template writes {count} of {len(self._images)} pictures"
+            raise BadRow(FIELD, reason)
+        left = iter(self._images[-count:])
+        both = []
+        for token, place in zip(ids, offsets, strict=True):
+            own = next(left).ids if token == mark else (token,)
+            both += [(one, place) for one in own]
+        return [token for token, _ in both], [place for _, place in both]
+
+
+def _from(first: int, trained: list[bool]) -> list[bool]:
+    """Return which turns are trained on if those before `first` are not."""
+    return [flag and number >= first for number, flag in enumerate(trained)]
+
+
+def _after_user(turns: Sequence[Message]) -> int:
+    """Return the index of the turn after the last one of the user."""
+    users = (number for number, turn in enumerate(turns) if turn["role"] == "user")
+    return max(users, default=-1) + 1
 
 
 def written_tools(

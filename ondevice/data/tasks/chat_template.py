@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ondevice.core.errors import DataError, MissingPackageError, ModelError
+from ondevice.data.pictures import MARK, in_parts
 from ondevice.data.rows import BadRow
 from ondevice.data.tasks.conversations import REASONING
 
@@ -224,7 +225,10 @@ class ChatTemplate:
         if self.call_arguments == "text" and turn.get("tool_calls"):
             calls = [_with_text_arguments(call) for call in turn["tool_calls"]]
             turn = {**turn, "tool_calls": calls}
-        if self.wants_parts and isinstance(turn.get("content"), str):
+        content = turn.get("content")
+        if isinstance(content, str) and MARK in content:
+            return {**turn, "content": in_parts(content)}
+        if self.wants_parts and isinstance(content, str):
             return _parts(turn)
         return turn
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ondevice.core.untrusted import parse_row
+from ondevice.data.pictures import MARK, placed
 from ondevice.data.rows import BadRow, Row, Turn, check_text, describe, keys_of
 from ondevice.data.tasks.turn_weights import ROW_MASKS, check_weights, flag
 
@@ -42,7 +43,18 @@ def chat_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     turns, rest = _answered(turns, name)
     if turns[0][0] != "system" and (system := system_of(record)):
         turns = (("system", system), *turns)
-    return Row(line, messages=turns, tools=_tools(record), file=file, rest=rest)
+    return _with_images(
+        Row(line, messages=turns, tools=_tools(record), file=file, rest=rest), record
+    )
+
+
+def _with_images(row: Row, record: dict[str, Any]) -> Row:
+    """Return a conversation with the pictures of its column `images`, each at its place."""
+    values = record.get("images")
+    if values is None and not any(MARK in turn[1] for turn in row.messages):
+        return row
+    values = _parsed(values or [], "images")
+    return replace(row, messages=placed(row.messages, values), images=tuple(values))
 
 
 SYSTEM = ("system", "system_prompt", "system_message")
@@ -107,7 +119,9 @@ def prompt_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     if turns[0][0] != "system" and (system := system_of(record)):
         turns = (("system", system), *turns)
     turns, rest = _answered((*turns, *answer), "completion")
-    return Row(line, messages=turns, tools=_tools(record), file=file, rest=rest)
+    return _with_images(
+        Row(line, messages=turns, tools=_tools(record), file=file, rest=rest), record
+    )
 
 
 def _turns_or_text(value: Any, name: str, role: str) -> tuple[Turn, ...]:
@@ -238,7 +252,7 @@ def _turn(turn: Any, where: str) -> Turn:
 
 
 def _joined(parts: list[Any], where: str) -> str:
-    """Join the text parts of a content; parts of another kind cannot be trained on."""
+    """Join the text parts of a content, with a mark for a picture; other parts are refused."""
     texts = []
     for index, part in enumerate(parts):
         kind, text = None, part
@@ -246,12 +260,20 @@ def _joined(parts: list[Any], where: str) -> str:
             kind = "text"
         elif isinstance(part, dict):
             kind, text = part.get("type", "text"), part.get("text")
+            if kind == "image" and _is_mark(part):
+                texts.append(MARK)
+                continue
         if kind not in ("text", "input_text", "output_text"):
             shown = describe(part if kind is None else kind)
-            reason = f"expected a text part, received {shown}; models here read only text"
-            raise BadRow(f"{where}.{index}.type", reason)
+            reason = f"expected a text part, received {shown}; a picture of the column images is "
+            raise BadRow(f"{where}.{index}.type", f'{reason}{{"type": "image"}}')
         texts.append(check_text(text, f"{where}.{index}.text", empty=True))
     return "".join(texts)
+
+
+def _is_mark(part: dict[str, Any]) -> bool:
+    """Return True for the place of a picture that the column images holds."""
+    return set(part) <= {"type", "text", "image"} and not (part.get("text") or part.get("image"))
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:

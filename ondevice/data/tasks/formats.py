@@ -57,7 +57,8 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
     if {"prompt", "completion"} <= keys:
         if "thumbs" in keys or str(record.get("label")).strip().lower() in ("true", "false"):
             return "thumbs"
-        if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
+        turns = (record["prompt"], record["completion"], record.get("images"))
+        if any(isinstance(value, list) for value in turns):
             return "chat"
         return "completion"
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.encode import encode
 from ondevice.data.examples import Dataset
@@ -44,3 +46,26 @@ def label_tokens_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], st
     pairs = tuple((prompt, choice.text) for choice in task.choices)
     rows = Rows("", "classification", items=[Row(1, pairs, 0, end=False)], task=name)
     return label_tokens_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))
+
+
+def refuse_other_labels(dataset: Dataset | None, answers: Sequence[int]) -> None:
+    """Refuse rows with a label that a loss over `answers` does not know: their loss would be 0.
+
+    Raises:
+        DataError: with the number of such rows and the first one's line.
+    """
+    if dataset is None or not answers:
+        return
+    known = {*answers, IGNORE}
+    others = [
+        item
+        for item in dataset.items
+        if any(not known.issuperset(one.labels) for one in (item.example, *item.candidates))
+    ]
+    if others:
+        raise DataError(
+            "rows have labels that the loss over label tokens does not know",
+            expected=f"labels of one token: {', '.join(map(str, sorted(answers)))} (token ids)",
+            received=f"{len(others):,} of {len(dataset.items):,} rows, the first in line {others[0].line}",
+            hint="use the task or template of the training, or train or export again with rows of all labels",
+        )

@@ -48,8 +48,8 @@ _UNSEEN = re.compile("expected (one of|a label of) ")
 """Begins the reason against a row whose label is not one of the task's."""
 
 
-class TaskPrompts(TaskRecord):
-    """The record of a task, and the rows that it makes of records."""
+class TrainedTask(TaskRecord):
+    """How rows become prompts, which answers there are, and what ends them; and the rows of files."""
 
     def labelled_rows(self, source: Source, name: str) -> Rows:
         """Return records with their labels or answers as rows to evaluate.

@@ -81,14 +81,15 @@ def final_number(text: str) -> Decimal | None:
     return Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
 
 
-def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float, float]:
-    """Compute Wilson's score interval of a fraction, 95% with the default `z`; (0, 1) without rows.
+def wilson_interval(correct: int, rows: int) -> tuple[float, float]:
+    """Compute Wilson's 95% score interval of a fraction; (0, 1) without rows.
 
     Unlike the normal approximation it stays within 0 and 1, and has a width if all rows or none are
     right.
     """
     if not rows:
         return 0.0, 1.0
+    z = 1.959964
     fraction = correct / rows
     spread = z * z / rows
     centre = fraction + spread / 2

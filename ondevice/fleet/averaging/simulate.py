@@ -28,7 +28,7 @@ from ondevice.training.loop import StopRequest
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
-    from ondevice.training.fit import RunRows
+    from ondevice.training.rows import RunRows
 
 
 class AveragingSimulation:

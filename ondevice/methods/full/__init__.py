@@ -11,6 +11,7 @@ from ondevice.core.capabilities import (
     LearnsPreferences,
     Packs,
     Refuses,
+    Writes,
 )
 from ondevice.core.method import MemoryModel, MethodSpec, OpenSession, StepCost
 from ondevice.methods.full.config import FullConfig
@@ -95,5 +96,6 @@ METHOD = MethodSpec(
         LearnsPreferences(("torch",)),
         Packs(("torch",)),
         Refuses(refuse),
+        Writes(),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import AnyDecoder, LearnsPreferences, Packs
+from ondevice.core.capabilities import AnyDecoder, LearnsPreferences, Packs, Writes
 from ondevice.core.method import MemoryModel, MethodSpec, OpenSession
 from ondevice.core.program import TorchProgram
 from ondevice.methods.lora.config import LoraConfig
@@ -65,5 +65,10 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: adapter_step_cost,
     programs={"torch": lambda: TORCH_PROGRAM},
-    capabilities=(AnyDecoder(), LearnsPreferences(("torch",)), Packs(("torch",))),
+    capabilities=(
+        AnyDecoder(),
+        LearnsPreferences(("torch",), programs=("torch",)),
+        Packs(("torch",)),
+        Writes(programs=("torch",)),
+    ),
 )

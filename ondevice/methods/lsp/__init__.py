@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ondevice.core.capabilities import Advises, Classifies, Offloads, OwnPrecision, Ranked
+from ondevice.core.capabilities import (
+    Advises,
+    AnyDecoder,
+    Classifies,
+    LearnsPreferences,
+    Offloads,
+    OwnPrecision,
+    Ranked,
+)
 from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.memory import MEMORY, step_cost
@@ -22,7 +30,7 @@ METHOD = MethodSpec(
     summary="all parameters over a slow bus; gradients cross it in a subspace",
     words="Trains the whole model on a GPU that is too small for it, "
     "over a slow connection to the main memory.",
-    keeps="weights and projectors on the GPU; 8 bytes for each number of the subspaces in host memory",
+    keeps="weights and projectors on the GPU; 12 bytes for each number of the subspaces in host memory",
     page="lsp.md",
     trains="all",
     order="first",
@@ -30,10 +38,12 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: step_cost,
     capabilities=(
+        LearnsPreferences(("torch",)),
         Offloads(lanes),
         Advises(recommend),
         Classifies(),
         Ranked(),
         OwnPrecision("compute"),
+        AnyDecoder(tries=True),
     ),
 )

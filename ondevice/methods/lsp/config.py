@@ -25,7 +25,8 @@ class ProjectorConfig(StrictConfig):
     """Values other than zero in each row of a projector (d)."""
 
     check_every: int = Field(default=1000, ge=1)
-    """Steps between two checks of the projectors' bias, on the first micro-batch of the step."""
+    """Steps between two checks of the projectors' bias, on the first micro-batch of the step that
+    has a label; drawn projectors are not checked in the first step."""
 
     threshold: float = Field(default=0.3, ge=0)
     """Projectors are refreshed if ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
@@ -42,6 +43,13 @@ class ProjectorConfig(StrictConfig):
 
     gamma: float = Field(default=1e-3, ge=0)
     """Weight of the projectors' mean squares, relative to the bias, while they are learned."""
+
+
+def checks_bias(config: ProjectorConfig, step: int) -> bool:
+    """Return True if step `step` (from 0) checks the projectors.
+
+    Drawn ones are fresh in the first step: there is nothing to replace them with."""
+    return step % config.check_every == 0 and (step > 0 or config.learned)
 
 
 class LspConfig(EngineConfig, ProjectorConfig):
@@ -63,8 +71,8 @@ class LspConfig(EngineConfig, ProjectorConfig):
     comparison."""
 
     schedule: Literal["layerwise", "zero"] = "layerwise"
-    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3);
-    `zero` updates after the backward pass and waits for all of it (Algorithm 1)."""
+    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3, the
+    lowest layer first); `zero` updates after the backward pass and waits for it (Algorithm 1)."""
 
     weight_placement: Literal["device", "host"] = "device"
     """Placement of the layers' weights: on the accelerator, or in host memory, from which they
@@ -78,18 +86,39 @@ class LspConfig(EngineConfig, ProjectorConfig):
     """Layers whose weights are on the accelerator as they are computed with."""
 
     gradient_buffers: int = Field(default=4, ge=2)
-    """Layers whose gradients are on their way at once."""
+    """Layers whose gradients wait in host memory for their update."""
 
     activations: Literal["device", "host"] = "device"
     """Placement of each layer's input until the backward pass."""
 
     cuda_graphs: bool = True
-    """Run a layer's passes as CUDA graphs on CUDA: the launches of many kernels bound small steps.
-    The first four repeated batch shapes get graphs, which hold a layer's temporary memory all the
-    time."""
+    """Run a layer's passes as CUDA graphs; the first four repeated batch shapes get them."""
+
+    @property
+    def slots(self) -> int:
+        """See `window`."""
+        return self.window
+
+    @property
+    def buffers(self) -> int:
+        """See `gradient_buffers`."""
+        return self.gradient_buffers
+
+    @property
+    def updates_last(self) -> bool:
+        """True if updates wait for the end of the backward pass."""
+        return self.schedule == "zero" or super().updates_last
 
     @model_validator(mode="after")
     def _weights_that_exist(self) -> Self:
+        if self.optimizer == "muon":
+            raise ValueError(
+                "optimizer: muon is slideformer's: a change in a subspace is not a weight"
+            )
+        if self.moments == "int8":
+            raise ValueError(
+                "moments: int8 cannot be carried into another subspace; float32 or bfloat16 can"
+            )
         if not self.project and (self.weight_placement, self.weight_dtype) != ("device", "compute"):
             if self.weight_placement == "host":
                 received = "weight_placement: host"

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides
-from ondevice.methods.step_model import passes_bytes, recomputed_flops
+from ondevice.methods.step_model import (
+    head_flops,
+    mlp_again_flops,
+    passes_bytes,
+    recomputed_flops,
+)
 from ondevice.offload.config import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -23,6 +28,9 @@ FLAT_BYTES = 8
 """Its position among those of its layer, int64; the value in the compute dtype comes on top."""
 LEARNING = 7
 """Arrays [m, s] in float32 that exist at once as projectors are learned."""
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4}
+"""Of both moments of a number, by `moments`."""
+GRADIENT_SLOTS = 2
 FOLDING_BYTES = 16
 """Bytes a parameter as a change goes into the weights: float32, and the bits that round it."""
 
@@ -40,31 +48,36 @@ def memory(
     shapes = projected(dims, config)
     layer = dims.block_parameters
     table = dims.vocab * dims.hidden
+    tile = -(-dims.vocab // config.loss_tiles)
     matrices = sum(
-        shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
+        shape.each * shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
     )  # of one layer
-    inner = sum(shape.numel for shape in shapes if shape.kind == "layer")
-    own = 2 - dims.tied
+    inner = sum(shape.each * shape.numel for shape in shapes if shape.kind == "layer")
+    experts = sum(shape.each * shape.rows * shape.columns for shape in shapes if shape.each > 1)
     tables = [shape for shape in shapes if shape.kind != "layer"]
-    leaving = sum(shape.numel for shape in tables) + (0 if tables else own * table)
-    slots = min(config.gradient_buffers, dims.layers)
+    wire = layer - matrices + inner
+    widest = max([wire, *(shape.numel for shape in tables)])
+    wires = narrow(dims, config) + exact(dims, config)
+    if not tables:  # they slide, a tile of the head and the batch's rows at a time
+        wires -= (2 - dims.tied) * table
+    leaving = GRADIENT_SLOTS * widest + sum(shape.numel for shape in tables)
     values = (min(config.nonzeros, config.subspace) * shape.sides * shape.count for shape in shapes)
     parts = {
         "weights": int(dims.layers * _weights(dims, config, item)) if shapes else 0,
-        "exact parameters": exact(dims, config) * item,
+        "wires": wires * item,
         "window": min(config.window, dims.layers) * layer * item if shapes else 0,
         "tables": len(tables) * table * item,
-        "head": (2 if shapes else 1) * table * item,
+        "head": 2 * min(2, config.loss_tiles) * tile * dims.hidden * item,
         "projectors": sum(values) * (PROJECTOR_BYTES + FLAT_BYTES + item),
         "dense projectors": item
-        * max(sum(shape.dense for shape in shapes if shape.kind == kind) for kind in KINDS),
-        "changes": narrow(dims, config) * (4 + item),
-        "gradients on the way": (
-            slots * (layer - matrices + inner) + leaving + tokens * dims.hidden
-        )
-        * item,
+        * max(
+            sum(shape.each * shape.dense for shape in shapes if shape.kind == kind)
+            for kind in KINDS
+        ),
+        "gradients of experts": experts * item,
+        "gradients on the way": (leaving + tokens * dims.hidden) * item,
         "bias check": _bias_check(config, shapes, layer, item),
-        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, dims.vocab),
+        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -86,34 +99,35 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return peak bytes by part in host memory: moments, parameters that are trained as they are,
-    gradients and updates.
+    """Return peak bytes by part in host memory: masters and moments of the changes and of the
+    parameters that are trained as they are, and gradients on their way.
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
     item = ITEM_BYTES[config.compute]
     shapes = projected(dims, config)
-    table = dims.vocab * dims.hidden
-    after = config.schedule == "zero" or (
-        config.clip == "global" and config.max_grad_norm is not None
-    )
-    if after:
-        waiting = dims.layers
+    tables = [shape for shape in shapes if shape.kind != "layer"]
+    layers = dims.layers + len(tables)
+    if config.updates_last:
+        waiting = layers
     else:
-        waiting = min(config.gradient_buffers, dims.layers)
-    layer = dims.block_parameters + sum(
-        shape.numel - shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
+        waiting = min(config.gradient_buffers, layers)
+    wire = dims.block_parameters + sum(
+        shape.each * (shape.numel - shape.rows * shape.columns)
+        for shape in shapes
+        if shape.kind == "layer"
     )
-    own = (2 - dims.tied) * table
-    own += sum(shape.numel - table for shape in shapes if shape.kind != "layer")
-    small = dims.parameters - dims.layers * dims.block_parameters - (2 - dims.tied) * table
-    in_subspaces = narrow(dims, config)
+    widest = max([wire, *(shape.numel for shape in tables)])
+    own = (2 - dims.tied) * dims.vocab * dims.hidden * (not tables)
+    every = narrow(dims, config) + exact(dims, config)
+    moments = MOMENT_BYTES[config.moments]
+    cold = config.disk_masters * config.disk_fraction * dims.layers * wire
+    staging = 3 * (moments * max(widest, own) + config.disk_masters * (4 + item) * wire)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
-    widest = max(sum(shape.numel for shape in shapes if shape.kind == kind) for kind in KINDS)
     parts = {
-        "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
-        "gradients": (waiting * layer + own + small) * item,
-        "updates": in_subspaces * item + 4 * widest,
+        "masters and moments": int(every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold),
+        "disk staging": int(staging) * (config.disk_fraction > 0),
+        "gradients": (waiting * widest + own) * item,
         "weights on the host": dims.layers * dims.block_parameters * item * slides(dims, config),
         "inputs on the host": inputs * (config.activations == "host"),
     }
@@ -124,7 +138,7 @@ def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
     """Bytes of a layer's weights on the accelerator; only matrices are quantised."""
     layer = dims.block_parameters
     if config.weight_dtype in QUANTISED_BYTES:
-        matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+        matrices = dims.matrices_of_block
         return matrices * QUANTISED_BYTES[config.weight_dtype] + (layer - matrices) * item
     if config.weight_placement == "host":
         return 0
@@ -142,7 +156,8 @@ def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: in
         folds = shape.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
         copy = layer * item * (shape.kind == "layer" and config.weight_placement == "host")
         folding = FOLDING_BYTES * min(shape.rows * shape.columns, FOLDED) + copy
-        gradient = shape.rows * shape.columns * item * (shape.kind != "head")
+        there = shape.kind == "head" and config.loss_tiles == 1
+        gradient = shape.rows * shape.columns * item * (not there)
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most
 
@@ -193,6 +208,9 @@ def step_cost(
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
     more = extra(dims, config, batch_size, length_tokens).flops
+    more += mlp_again_flops(dims, config, batch_size, length_tokens)
+    if config.loss_tiles > 1:
+        more += head_flops(dims, batch_size, length_tokens)
     return StepCost(
         recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weight_bytes, config.compute
     )

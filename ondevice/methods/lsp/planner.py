@@ -235,7 +235,8 @@ def _weights(method: LspConfig) -> str:
 def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
     """Compare what a step moves and computes with a step of whole gradients."""
     moved = f"{size_text(current.to_host_bytes)} to the host and {size_text(current.to_device_bytes)} back"
-    text = f"a step moves {moved} (whole gradients and weights, as ZeRO-Offload: {size_text(zero.to_host_bytes)} each)"
+    whole = f"{size_text(zero.to_host_bytes)} each"
+    text = f"a step moves {moved} (whole gradients and weights, of the embedding the rows read: {whole})"
     if not projected(request.dims, request.method) and request.method.project:
         text += "; no matrix has a side longer than the subspace"
     products = f"{current.making:.3g} multiplications make weights, {current.collecting:.3g} collect gradients"

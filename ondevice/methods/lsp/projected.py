@@ -1,8 +1,7 @@
 """Trained parameters of one unit: the changes of its projected matrices, and all others directly.
 
-Both are in one flat run, the changes first, so that each unit sends one gradient and gets one
-update. Each of several ranks updates its shards of the two (`ondevice.offload.units`), padded to
-equal lengths."""
+Both are in one flat run, the changes first: the unit's wire. To the engine it is a unit like any
+other, so its masters and moments, shards and checkpoints are the engine's."""
 
 from __future__ import annotations
 
@@ -10,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ondevice.methods.lsp.matrix import Group, Matrix, Plane, add_change
 from ondevice.methods.lsp.projector import Projector
-from ondevice.offload.units import ALIGN, SINGLE, Piece, Ranks, Unit
-from ondevice.runtime_ops.layer_adam import Moments
+from ondevice.offload.units import ALIGN, Piece, Unit, Units
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import ProjectorConfig
@@ -38,62 +36,37 @@ class ProjectedUnit:
     are.
 
     Attributes:
-        matrices: each with its piece and the offset of its s x s numbers.
-        exact: the unit of the other parameters, one after the other; the entire unit without
-            projections.
-        narrow: numbers of all matrices together.
-        change: float32 [narrow] on the accelerator, D of every matrix.
+        wire: what crosses the bus and what the host keeps: the change D of every matrix, named like
+            its weight, and the other parameters; the unit itself without matrices.
+        matrices: each with its piece of the unit and its piece of the wire; of a mixture each
+            expert has its own.
+        held: the unit's pieces that are made of matrices: parameters.
+        exact: the wire's other pieces, which are parameters.
         decay: factor of the base, of weight decay; set by `decay_by`.
         factor: the same on the accelerator, float32 [1], which a graph reads again; None without
             weight decay.
         older: by matrix number.
         folded: whether the base is no longer what was loaded.
-        subspace: the changes as a unit; `own` is this rank's shard of it, and `own_exact` of
-            `exact`.
-        start: offset of `exact` in the run, and `numel` its end: all ranks' shards together.
-        moments: AdamW's of this rank's shard of the changes, on the host.
     """
 
     unit: Unit
-    matrices: list[tuple[Piece, Matrix, int]]
-    exact: Unit
-    narrow: int
-    change: Tensor
-    ranks: Ranks = SINGLE
+    wire: Unit
+    matrices: list[tuple[Piece, Matrix, Piece]]
+    exact: tuple[Piece, ...]
+    held: tuple[Piece, ...] = ()
     decay: float = 1.0
     older: dict[int, list[PastChange]] = field(default_factory=dict)
     folded: bool = False
     factor: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        ranks = self.ranks
-        exact = self.exact
-        self.subspace = replace(self.unit, kind="layer", pieces=(), numel=self.narrow)
-        self.own = ranks.shard(self.subspace)
-        self.own_exact = exact
-        if exact.numel:
-            self.own_exact = ranks.shard(exact)
-        self.start = ranks.padded(self.subspace)
-        self.numel = self.start + (ranks.padded(exact) if exact.numel else 0)
-        self.moments = Moments.empty(self.own.numel)
-
-    @property
-    def here(self) -> int:
-        """Numbers that leave for this rank in a step, and come back."""
-        return self.own.numel + self.own_exact.numel
-
     def decay_by(self, by: float) -> None:
-        """Shrink the base once more; computations that follow see it."""
+        """Shrink base and older changes once more; computations that follow see it."""
         self.decay *= by
+        for older in self.older.values():
+            for old in older:
+                old.change.mul_(by)
         if self.factor is not None:
             self.factor.fill_(self.decay)
-
-    def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
-        """Return D of a matrix, [s, s], out of all of them or of a copy of these in another
-        dtype."""
-        return (self.change if change is None else change)[offset : offset + matrix.numel].view(
-            matrix.sizes
-        )
 
     def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
         """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of
@@ -116,48 +89,79 @@ def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
     return len(shape) == 2 and max(shape) > subspace
 
 
+def numbered(name: str, numbers: dict[str, int], expert: int | None = None) -> int:
+    """Return a matrix's number in the model, which its random numbers follow from."""
+    if expert is None:
+        return numbers[name]
+    return numbers[name] + (expert + 1) * len(numbers)
+
+
 def split(
-    unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
-    plane: Plane, decays: bool = False, ranks: Ranks = SINGLE,
+    unit: Unit, index: int, config: ProjectorConfig | None, seed: int, numbers: dict[str, int],
+    device: Device, where: torch.device, plane: Plane, linear: set[int], decays: bool = False,
 ) -> ProjectedUnit:  # fmt: skip
     """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers
     and tables.
 
     Args:
+        index: of the wire.
         config: None projects nothing.
         numbers: of the model's parameters by name.
+        linear: ids of the layers' weights whose modules can be attached. Any other matrix of a
+            layer, such as a mixture's router, is trained as it is, but for those of experts.
         decays: there is weight decay.
     """
     matrices = []
-    rest = []
-    narrow = 0
+    pieces: list[Piece] = []
     group = Group(plane, where)
+
+    def add(piece: Piece) -> Piece:
+        offset = 0
+        if pieces:
+            offset = -(-(pieces[-1].offset + pieces[-1].numel) // ALIGN) * ALIGN
+        pieces.append(replace(piece, offset=offset))
+        return pieces[-1]
+
+    rest = []
+    held = []
     for piece in unit.pieces:
-        if config is None or unit.kind == "rest" or not is_projected(piece.shape, config.subspace):
+        stacked = unit.kind == "layer" and piece.stacked
+        attaches = unit.kind != "layer" or stacked or id(piece.parameter) in linear
+        projects = config is not None and unit.kind != "rest" and attaches
+        shape = piece.shape[1:] if stacked else piece.shape
+        if config is None or not projects or not is_projected(shape, config.subspace):
             rest.append(piece)
             continue
-        shape = (piece.shape[0], piece.shape[1])
-        number = numbers[piece.name]
-        matrix = Matrix(piece.name, shape, number, config, seed, group)
-        matrices.append((piece, matrix, narrow))
-        narrow += matrix.numel
-    exact = unit
-    if matrices:
-        exact = _packed(unit, rest)
+        held.append(piece)
+        for e, part in enumerate(piece.experts if stacked else [piece]):
+            number = numbered(piece.name, numbers, e if stacked else None)
+            matrix = Matrix(part.name, (shape[0], shape[1]), number, config, seed, group)
+            change = nn.Parameter(torch.zeros(()).expand(matrix.sizes), requires_grad=False)
+            own = replace(part, parameter=change, shape=matrix.sizes, numel=matrix.numel, start=0)
+            matrices.append((part, matrix, add(own)))
+    if not matrices:
+        return ProjectedUnit(unit, replace(unit, index=index), [], unit.pieces)
+    exact = tuple(add(piece) for piece in rest)
+    numel = pieces[-1].offset + pieces[-1].numel
+    wire = replace(unit, index=index, kind="layer", pieces=tuple(pieces), numel=numel)
     factor = None
-    if decays and matrices:
+    if decays:
         factor = device.empty(1, torch.float32).fill_(1.0)
-    change = device.empty(narrow, torch.float32)
-    return ProjectedUnit(unit, matrices, exact, narrow, change, ranks, factor=factor)
+    return ProjectedUnit(unit, wire, matrices, exact, tuple(held), factor=factor)
 
 
-def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
-    """A unit of some of a unit's parameters."""
-    packed = []
-    offset = 0
-    for piece in pieces:
-        packed.append(replace(piece, offset=offset))
-        offset += -(-piece.numel // ALIGN) * ALIGN
-    return replace(
-        unit, pieces=tuple(packed), numel=packed[-1].offset + packed[-1].numel if packed else 0
-    )
+def wires(units: Units, parts: list[ProjectedUnit]) -> Units:
+    """Return the wires of all units. A projected table is one more layer, after those of the
+    model, and in its place is a table without rows."""
+    layers = tuple(part.wire for part in parts if part.wire.kind == "layer")
+    rest = parts[units.rest.index].wire
+
+    def table(unit: Unit) -> Unit:
+        part = parts[unit.index]
+        if not part.matrices:
+            return part.wire
+        none = replace(unit.pieces[0], shape=(0, unit.pieces[0].shape[1]), offset=0, numel=0)
+        return replace(unit, name=f"no {unit.name}", index=-1, pieces=(none,), numel=0)
+
+    embedding = table(units.embedding)
+    return Units(layers, rest, embedding, embedding if units.tied else table(units.head))

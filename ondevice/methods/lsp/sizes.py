@@ -3,8 +3,11 @@ multiplications."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from ondevice.core.dims import MoeDims
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -21,7 +24,8 @@ class Projected:
     Attributes:
         rows, columns: of the weight, m and n.
         left, right: of the subspace; a side that is no longer than it stays as it is.
-        count: how many of them a model has.
+        count: how many of them a model has; `each` of them a layer, which are its experts' if they
+            are several.
     """
 
     kind: Kind
@@ -30,6 +34,7 @@ class Projected:
     left: int
     right: int
     count: int = 1
+    each: int = 1
 
     @property
     def numel(self) -> int:
@@ -71,18 +76,42 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
     `project: false`."""
     if not config.project:
         return []
-    shapes: list[tuple[Kind, int, int, int]] = [
-        ("layer", *shape, dims.layers) for shape in dims.linear_shapes.values()
+    layers = Counter(linear.target for linear in dims.linear_list)
+    shapes: list[tuple[Kind, int, int, int, int]] = [
+        ("layer", *shape, layers[target], 1) for target, shape in dims.linear_shapes.items()
     ]
-    shapes.append(("head", dims.vocab, dims.hidden, 1))
+    for inputs, outputs, count in _of_all_tokens(dims):
+        shapes.append(("layer", inputs, outputs, count, 1))
+    stacks = Counter((one.inputs, one.outputs, one.experts) for one in dims.expert_list)
+    for (inputs, outputs, experts), count in stacks.items():
+        shapes.append(("layer", inputs, outputs, count * experts, experts))
+    shapes.append(("head", dims.vocab, dims.hidden, 1, 1))
     if not dims.tied:
-        shapes.append(("embedding", dims.vocab, dims.hidden, 1))
+        shapes.append(("embedding", dims.vocab, dims.hidden, 1, 1))
     s = config.subspace
     return [
-        Projected(kind, rows, columns, min(rows, s), min(columns, s), count)
-        for kind, rows, columns, count in shapes
+        Projected(kind, rows, columns, min(rows, s), min(columns, s), count, each)
+        for kind, rows, columns, count, each in shapes
         if max(rows, columns) > s
     ]
+
+
+def _of_all_tokens(dims: ModelDims) -> list[tuple[int, int, int]]:
+    """Return inputs, outputs and number of a mixture's linear layers that carry no adapters: of the
+    expert of all tokens, with its gate, and of blocks without experts."""
+    if not isinstance(dims, MoeDims):
+        return []
+    dense = len(dims.dense_layers)
+    found = []
+    for width, count in (
+        (dims.shared_intermediate, dims.layers - dense),
+        (dims.dense_intermediate, dense),
+    ):
+        if width and count:
+            found += [(dims.hidden, width, count)] * 2 + [(width, dims.hidden, count)]
+    if dims.shared_intermediate:
+        found.append((dims.hidden, 1, dims.layers - dense))
+    return found
 
 
 def narrow(dims: ModelDims, config: LspConfig) -> int:
@@ -102,7 +131,11 @@ def bus_bytes(
 ) -> tuple[int, int]:
     """Return bytes of a step to the host and to the accelerator: gradients and updates, and weights
     and saved inputs that are on the host."""
-    moved = (narrow(dims, config) + exact(dims, config)) * item
+    rows = 0
+    if not any(shape.kind != "layer" for shape in projected(dims, config)):
+        # The embedding is not projected: only the batch's rows of it are read and have gradients.
+        rows = min(batch_size * length_tokens, dims.vocab) - dims.vocab * (not dims.tied)
+    moved = (narrow(dims, config) + exact(dims, config) + rows * dims.hidden) * item
     kept = (
         dims.layers
         * batch_size
@@ -152,10 +185,13 @@ def extra(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: in
     for shape in projected(dims, config):
         if shape.kind == "layer":
             making += shape.count * layer_builds * shape.making() // dims.layers
+            if shape.each > 1:  # autograd makes the gradients of experts
+                collecting += shape.count * shape.narrowing()
+                continue
             collecting += shape.count * shape.collecting(tokens)
             saved += shape.count * tokens * shape.rows * shape.columns
         elif shape.kind == "head":
-            making += shape.making() + dims.tied * shape.making(tokens)
+            making += shape.making() * min(2, config.loss_tiles) + dims.tied * shape.making(tokens)
             collecting += shape.narrowing()
         else:
             making += shape.making(tokens)

@@ -3,6 +3,7 @@ checks of the bias."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,20 +15,22 @@ from torch import Tensor
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods import ranked_session
+from ondevice.methods.lsp.config import checks_bias
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
-from ondevice.models.save import as_numpy
+from ondevice.models.save import as_numpy, save_weights
 from ondevice.nn.memory import memory_errors
-from ondevice.offload.engine import EngineSession, join
 from ondevice.offload.host import DTYPES
-from ondevice.offload.units import SINGLE, Ranks, array_name, checked_array
+from ondevice.offload.session import EngineSession, join
+from ondevice.offload.units import SINGLE, Ranks, checked_array
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
     from ondevice.methods.lsp.config import LspConfig
     from ondevice.methods.lsp.matrix import Matrix
     from ondevice.models import LoadedModel
+    from ondevice.nn.cross_entropy import WeighedRows
     from ondevice.offload.units import Arrays
 
 OPEN_HINT = (
@@ -41,7 +44,6 @@ STEP_HINT = (
 
 
 SIDES = ("left", "right")
-SUBSPACE = ("subspace_m", "subspace_v")
 
 
 class LspSession(EngineSession):
@@ -57,12 +59,15 @@ class LspSession(EngineSession):
             super().__init__(loaded, config, LspEngine(loaded.family, config, device, seed, ranks))
         self.bias_checks: dict[str, Any] = {}
 
-    def step(
-        self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
+    def _train(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        learning_rate: float,
+        weighed: WeighedRows | None,
     ) -> StepResult:
-        """Run one AdamW step; its last updates arrive while the next step begins."""
-        checking = self.steps_done % self.config.check_every == 0
-        result = super().step(ids, labels, step, learning_rate)
+        checking = checks_bias(self.config, self.steps_done)
+        result = super()._train(ids, labels, learning_rate, weighed)
         self.bias_checks = {}
         if checking:
             self.bias_checks = self._bias_checks()
@@ -77,13 +82,14 @@ class LspSession(EngineSession):
         overlap = super().report()
         if overlap is None:
             return None
-        return {**overlap, "transition_layer": self.engine.updates.transition, **self.bias_checks}
+        return {**overlap, **self.bias_checks}
 
     def state(self) -> dict[str, np.ndarray]:
         """Return changes, projectors, moments, and the weights that changes have gone into: copies;
         bfloat16 as uint16. Rank 0 returns what all ranks have."""
         self.engine.flush()
-        arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
+        self.arrays = state_arrays(self.engine)
+        arrays = {name: as_numpy(tensor) for name, tensor in self.arrays.items()}
         if self.ranks.rank == 0:
             done = {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
         else:
@@ -95,7 +101,17 @@ class LspSession(EngineSession):
         self.bias_checks = {}
 
     def _after_load(self) -> None:
-        self.engine.put_exact()
+        """Do nothing: the next pass fetches everything."""
+
+    def weight_parts(self, arrays: dict[str, Tensor] | None) -> Iterator[tuple[str, int, Tensor]]:
+        """See `EngineSession.weight_parts`."""
+        engine = self.engine
+        return engine.weight_parts(engine.store.flats() if arrays is None else arrays)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return DTYPES[self.config.compute]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the trained parameters by name, on the host in the compute dtype: bases with their
@@ -105,7 +121,7 @@ class LspSession(EngineSession):
 
     def save_beside(self, folder: Path) -> None:
         """Write the weights as transformers loads them, into the checkpoint's folder."""
-        self.make_model(folder / "model")
+        save_weights(folder / "model", self.weights(), self.loaded)
 
     def _bias_checks(self) -> dict[str, Any]:
         pairs = {
@@ -130,18 +146,13 @@ def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
     """Return everything a resume needs, on the host, as copies; call `flush` before. Ranks but the
     first return only their shards of the states."""
     tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
-    tensors |= engine.updates.clipping.norms() if engine.ranks.rank == 0 else {}
+    if engine.ranks.rank:
+        return tensors
+    tensors |= engine.updater.clipping.norms()
     for part in engine.parts:
         if not part.matrices:
             continue
         key = part.unit.key
-        own = part.own
-        for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
-            if own.here or not own.of:
-                tensors[array_name(name, own)] = moment[: own.here].clone()
-        if engine.ranks.rank:
-            continue
-        tensors[f"change/{key}"] = part.change.cpu().clone()
         tensors[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
         if part.folded:
             tensors[f"base/{key}"] = engine.base_of(part)
@@ -160,25 +171,26 @@ def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
 
 
 def load_arrays(engine: LspEngine, saved: Arrays) -> None:
-    """Take back what `state_arrays` gave, bfloat16 as uint16; call `put_exact` after.
+    """Take back what `state_arrays` gave, bfloat16 as uint16.
 
     Raises:
         CheckpointError: naming the first array that is missing or of another size or type.
     """
-    engine.store.load(saved)
-    engine.updates.clipping.restore(saved)
+    for part in engine.parts:
+        if saved.get(f"change/{part.unit.key}") is not None:
+            raise CheckpointError(
+                "the checkpoint is of an older version of lsp, whose changes were on the accelerator",
+                expected="masters of the changes on the host",
+                received=f"change/{part.unit.key}",
+                hint="begin a new run from the checkpoint's folder model/",
+            )
+    engine.load(saved)
     for part in engine.parts:
         if not part.matrices:
             continue
         key = part.unit.key
-        own = part.own
-        part.change.copy_(_array(saved, f"change/{key}", part.change))
-        for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
-            like = torch.empty(part.narrow)
-            moment[: own.here].copy_(
-                _array(saved, f"{name}/{key}", like, slice(own.low, own.low + own.here))
-            )
         decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
+        part.older.clear()
         part.decay = 1.0
         part.decay_by(decay)
         if folded:
@@ -192,7 +204,6 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
             turns = _array(saved, f"turn/{matrix.name}", torch.zeros(2, dtype=torch.int64)).tolist()
             matrix.turn = turns[0]
             matrix.put(*_projectors(saved, matrix.name, matrix))
-            part.older.pop(matrix.number, None)
             for number in range(turns[1]):
                 name = f"{number}/{matrix.name}"
                 change = _array(saved, f"older/{name}", torch.zeros(matrix.sizes)).to(matrix.device)
@@ -228,15 +239,15 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
     return projectors[0], projectors[1]
 
 
-def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) -> Tensor:
-    """An array of the shape and type of `like`, or elements `span` of it."""
+def _array(saved: Arrays, name: str, like: Tensor) -> Tensor:
+    """An array of the shape and type of `like`."""
     stored = torch.uint16
     if like.dtype != torch.bfloat16:
         stored = like.dtype
     dtype = torch.empty(0, dtype=stored).numpy().dtype
     hint = "resume with the settings that wrote it"
     value = checked_array(saved, name, tuple(like.shape), dtype, hint)
-    return torch.from_numpy(np.array(value[slice(0, len(like)) if span is None else span]))
+    return torch.from_numpy(np.array(value[0 : len(like)]))
 
 
 def open_session(

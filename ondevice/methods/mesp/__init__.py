@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.capabilities import (
     AnyDecoder,
+    DecidesFromMemory,
     KnowsBlocks,
     LearnsPreferences,
     Packs,
     Quantises,
     ReadsFiles,
     Refuses,
+    Writes,
 )
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession, metal
+from ondevice.core.method import MethodSpec, OpenSession, metal
 from ondevice.methods.mesp.check import refuse
 from ondevice.methods.mesp.config import MespConfig
+from ondevice.methods.mesp.memory import MEMORY
+from ondevice.methods.mesp.recompute import resolve
+from ondevice.methods.step_model import adapter_step_cost
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -34,20 +39,6 @@ def open_mlx() -> OpenSession[MespConfig]:
     from ondevice.methods.mesp.mlx.session import open_session
 
     return open_session
-
-
-def memory_model() -> MemoryModel[MespConfig]:
-    """Return the memory model."""
-    from ondevice.methods.mesp.memory import MEMORY
-
-    return MEMORY
-
-
-def step_cost() -> CostFunction[MespConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.step_model import adapter_step_cost
-
-    return adapter_step_cost
 
 
 def executorch_program() -> GraphProgram:
@@ -94,8 +85,8 @@ METHOD = MethodSpec(
     order="first",
     preference=1,
     sessions={"torch": open_torch, "mlx": open_mlx},
-    memory=memory_model,
-    cost=step_cost,
+    memory=lambda: MEMORY,
+    cost=lambda: adapter_step_cost,
     programs={
         "executorch": executorch_program,
         "qnn": qnn_program,
@@ -103,12 +94,14 @@ METHOD = MethodSpec(
         "mlx": mlx_program,
     },
     capabilities=(
-        LearnsPreferences(("torch",)),
+        LearnsPreferences(("torch", "mlx"), programs=("executorch", "qnn", "torch", "mlx")),
         AnyDecoder(tries=True),
+        DecidesFromMemory(resolve),
         KnowsBlocks(knows),
         Packs(("torch",)),
         Quantises[MespConfig](lambda config: config.bits is not None),
         ReadsFiles[MespConfig](lambda config: config.weight_placement == "streamed"),
         Refuses(refuse),
+        Writes(("torch", "mlx"), programs=("executorch", "qnn", "torch")),
     ),
 )

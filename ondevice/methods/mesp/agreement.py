@@ -15,6 +15,7 @@ from ondevice.methods.mesp.torch.reference import reference_session
 if TYPE_CHECKING:
     import torch
 
+    from ondevice.artifact.adapter import Adapter
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession
     from ondevice.methods.mesp.config import MespConfig
@@ -96,6 +97,16 @@ def eager_session(session: ProgramSession, built: BuiltProgram) -> MespSession:
     return reference_session(built.loaded, autodiff, session.seed, "cpu")
 
 
+def probe(session: Any, scale: float = PROBE_SCALE) -> Adapter:
+    """Return a session's adapter with random B, always the same."""
+    adapter = session.adapter()
+    random = np.random.default_rng(0)
+    for name, value in adapter.tensors.items():
+        if ".lora_B." in name:
+            value[:] = scale * random.standard_normal(value.shape)
+    return adapter
+
+
 def both_gradients(
     session: ProgramSession,
     eager: MespSession,
@@ -105,11 +116,7 @@ def both_gradients(
 ) -> tuple[Gradients, Gradients]:
     """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else
     afterwards."""
-    adapter = eager.adapter()
-    random = np.random.default_rng(0)
-    for name, value in adapter.tensors.items():
-        if ".lora_B." in name:
-            value[:] = PROBE_SCALE * random.standard_normal(value.shape)
+    adapter = probe(eager)
     session.load_adapter(adapter)
     eager.load_adapter(adapter)
     theirs: Gradients = {}

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
 from ondevice.methods.mesp.check import IN_BLOCKS
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales
-from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import head_tile_rows
-from ondevice.methods.mesp.torch.model import factor
-from ondevice.methods.mesp.torch.stages import Block, Linear
+from ondevice.methods.mesp.torch.block import Block, Linear
+from ondevice.methods.mesp.torch.weights import factor, mixer_tensor, plain_norms
+from ondevice.nn.calibrated import round_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.frozen import Form, TableForm
     from ondevice.models import LoadedModel
 
+IN_BLOCK = "model.layers.{layer}"
 EMBEDDING = "model.embed_tokens.weight"
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
@@ -37,6 +40,8 @@ TABLE_FORMS: dict[str, TableForm] = {
     "8da8w": Int8(),
 }
 """Of embedding and head."""
+MOST_CHANGE = 0.5
+"""Of a matrix by rounding to 4 bits, relative: chosen levels of Gaussian weights have 0.1 to 0.2."""
 
 
 class BlockFunctions:
@@ -46,29 +51,33 @@ class BlockFunctions:
         layout: of the flat vector; each layer is a range of `layer_size` elements.
         quantize: how matrices are kept, a key of `LINEAR_FORMS` and, for embedding and head,
             `TABLE_FORMS`.
+        integers: the functions are this project's ops and their products of integers, with the
+            8 bits of the weights file.
         markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8,
             in the place of each layer's.
-        frozen: ports of a block's weights, in the order of the functions' arguments; `table`,
-            `head` and `norm` those of the embedding, of a tile of the head and of the norm before
-            it.
+        table: ports of the embedding; `head` and `norm` those of a tile of the head and of the
+            norm before it.
+        layer_input: ports of what makes a layer's input: the tokens' embeddings for that layer, the
+            projection of their embedding, and the factor of its norm; () if layers have none.
         tile_rows: rows of the head that a tile has.
     """
 
-    def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: MespConfig, quantize: str = "none", fused: bool = False
+    ) -> None:
         self.loaded = loaded
         self.config = config
         self.dims = loaded.dims
         self.quantize = quantize
-        self.linear_form = LINEAR_FORMS[quantize]
+        self.integers = fused and quantize == "8da8w"
+        self.linear_form = Int8() if self.integers else LINEAR_FORMS[quantize]
         self.table_form = TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
         )
-        self.layout = FlatLayout.build(self.parameters_of_run)
+        self.layout = FlatLayout.build(self.parameters_of_run, self.dims.layers)
         self.layer_size = self.layout.size // self.dims.layers
-        self.entries = self.layout.of_layer(0)
         self.tile_rows = head_tile_rows(self.dims, config)
-        self.frozen = tuple(self._block_ports())
         random = torch.Generator().manual_seed(0)
         self.markers = {
             name: torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
@@ -76,8 +85,9 @@ class BlockFunctions:
         }
         self.head_name = EMBEDDING if self.dims.tied else "lm_head.weight"
         self.head = self.table_form.ports(self.head_name, (self.tile_rows, self.dims.hidden))
-        self.norm = frozen_port("model.norm.weight", (self.dims.hidden,))
+        self.norm = frozen_port(f"{loaded.family.last_norm}.weight", (self.dims.hidden,))
         self.table = self.table_form.ports(EMBEDDING, (self.dims.vocab, self.dims.hidden))
+        self.layer_input = self._layer_input_ports()
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -96,22 +106,51 @@ class BlockFunctions:
         model of the same weights.
         """
         matrices = {
-            f"{linear_name(self.loaded, target)}.weight"
-            for target in self.loaded.family.linear_targets
+            f"{linear_name(self.loaded, target)}.weight" for target in self.dims.linear_shapes
         }
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
-            for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen):
+            for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen(layer)):
                 form = self.linear_form if name in matrices else None
                 tensors |= self._packed(name.format(layer=layer), form)
+        if self.layer_input:
+            tensors |= self._layer_inputs()
         tensors |= self._packed(self.norm.name, None)
         if not self.dims.tied:
             tensors |= self._packed(self.head_name, self.table_form)
         return tensors
 
+    def _layer_input_ports(self) -> tuple[TensorPort, ...]:
+        width = self.dims.traits.layer_input
+        if not width:
+            return ()
+        table, projection, norm = self.loaded.family.input_tensors
+        return (
+            *self.table_form.ports(f"{table}.{{layer}}", (self.dims.vocab, width)),
+            *self.linear_form.ports(f"{projection}.{{layer}}", (width, self.dims.hidden)),
+            frozen_port(norm, (width,)),
+        )
+
+    def _layer_inputs(self) -> dict[str, np.ndarray]:
+        """Each layer's part of the tokens' embeddings, [vocab, W], and of what projects theirs, so
+        that a host hands in a range of the file."""
+        width = self.dims.traits.layer_input
+        table, projection, norm = self.loaded.family.input_tensors
+        tensors = self._packed(norm, None)
+        parts = ((table, self.table_form, 1), (projection, self.linear_form, 0))
+        for layer in range(self.dims.layers):
+            for name, form, axis in parts:
+                whole = self.loaded.model.get_parameter(name)
+                own = whole.detach().narrow(axis, layer * width, width)
+                packed = form.pack(f"{name}.{layer}", own.float().contiguous())
+                if self.quantize != "none":
+                    own.copy_(form.matrix(f"{name}.{layer}", packed).dense())
+                tensors |= arrays(packed)
+        return tensors
+
     def _packed(self, name: str, form: Form | None) -> dict[str, np.ndarray]:
         """A parameter's tensors in the file; None: float32 as it is."""
-        parameter = self.loaded.model.get_parameter(name)
+        parameter = self.loaded.model.get_parameter_or_buffer(name)
         if form is None:
             # The factor of the logits is the last norm's: logits are linear in its weight, and so
             # are gradients.
@@ -119,7 +158,9 @@ class BlockFunctions:
             value = parameter.detach().float()
             if name in self.norm_names:
                 value = factor(self.dims, value)
-            return arrays({name: value * scale})
+            return arrays({name: mixer_tensor(value) * scale})
+        if name in self.loaded.grids:
+            form = Q4(self.loaded.grids[name])
         packed = form.pack(name, parameter.detach().float())
         if self.quantize != "none":
             parameter.data = form.matrix(name, packed).dense()
@@ -137,74 +178,101 @@ class BlockFunctions:
     @property
     def norm_names(self) -> set[str]:
         """Full names of the norms' weights: what the file has of them is what they multiply by."""
-        modules = [module for _, module in self.dims.traits.norms]
-        layers = range(self.dims.layers)
+        traits = self.dims.traits
         return {self.norm.name} | {
-            f"model.layers.{i}.{module}.weight" for module in modules for i in layers
+            f"model.layers.{i}.{module}.weight"
+            for i in range(self.dims.layers)
+            for _, module in traits.norms_of(i)
         }
 
     def kinds(self, longest_tokens: int) -> tuple[int, ...]:
         """Return the kind of each layer's block, from 0 in the order of the layers: they differ by
-        window, by whether q and k are rotated, and by what table. A window that a row of
-        `longest_tokens` fits in does not count.
+        what mixes tokens, by window, by whether q and k are rotated, and by what table; by sizes,
+        and by whose keys and values they read. A window that a row of `longest_tokens` fits in does
+        not count.
         """
         traits = self.dims.traits
         family = self.loaded.family
         kinds = {}
         tables = family.positions(1, "cpu", torch.float32)
         for layer in range(self.dims.layers):
+            if not traits.attends(layer):
+                kinds[layer] = traits.mixer(layer)
+                continue
             window = traits.window(layer)
             table = id(family.layer_position(layer, tables)[0]) if traits.rotated(layer) else None
-            kinds[layer] = (table, window if window < longest_tokens else 0)
+            sizes = (self.dims.head_width(layer), self.dims.key_heads(layer))
+            keys = None
+            if traits.lends_keys(layer) or not traits.has_keys(layer):
+                keys = (traits.key_layer(layer), traits.has_keys(layer))
+            own = (*sizes, self.dims.mlp_width(layer), traits.has_values(layer), keys)
+            kinds[layer] = (table, window if window < longest_tokens else 0, *own)
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         return tuple(numbers[kind] for kind in kinds.values())
 
+    def entries(self, layer: int = 0) -> tuple[FlatEntry, ...]:
+        """Return where a layer's A and B lie in its range."""
+        start = layer * self.layer_size
+        return tuple(entry.moved(-start) for entry in self.layout.of_layer(layer))
+
     def block(
-        self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]
+        self,
+        adapter: Tensor,
+        frozen: tuple[Tensor, ...],
+        constants: dict[str, Tensor],
+        layer: int = 0,
     ) -> Block:
-        """Take the block's tensors from a function's arguments and constants."""
-        tensors = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True))
+        """Take the block's tensors from a function's arguments and constants; `layer` is one of its
+        kind."""
+        names = (one.name for one in self.frozen(layer))
+        tensors = constants | dict(zip(names, frozen, strict=True))
         linears = {}
-        entries = {entry.parameters.target: entry for entry in self.entries}
-        for target in self.loaded.family.linear_targets:
-            name = linear_name(self.loaded, target)
-            pair = entries[target].pair(adapter) if target in entries else (None, None)
+        traits = self.dims.traits
+        entries = {entry.parameters.target: entry for entry in self.entries(layer)}
+        for part, one in self.dims.block_linears(layer).items():
+            name = linear_name(self.loaded, one.target)
+            pair = entries[one.target].pair(adapter) if one.target in entries else (None, None)
             matrix = self.linear_form.matrix(f"{name}.weight", tensors)
-            linears[target] = Linear(matrix, tensors.get(f"{name}.bias"), *pair, self.config.scale)
+            linears[part] = Linear(matrix, tensors.get(f"{name}.bias"), *pair, self.config.scale)
         norms = {
-            place: tensors[f"model.layers.{{layer}}.{module}.weight"]
-            for place, module in self.dims.traits.norms
+            place: tensors[f"{IN_BLOCK}.{module}.weight"]
+            for place, module in traits.norms_of(layer)
         }
-        return Block(norms, linears)
+        norms |= plain_norms(self.dims, layer, adapter)
+        mixer = {
+            part: tensors[f"{IN_BLOCK}.{name}"]
+            for part, (name, _) in self.dims.mixer_tensors(layer).items()
+        }
+        return Block(norms, linears, layer, mixer=mixer)
+
+    def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 0) -> Tensor:
+        """Lay the gradients of A and B by part of the block into a layer's range, float32 [layer_size]."""
+        ranges = []
+        at = 0
+        for entry in self.entries(layer):
+            part = self.dims.traits.part(entry.parameters.target)
+            for start, gradient in zip((entry.a, entry.b), gradients[part]):
+                if start > at:
+                    ranges.append(gradient.new_zeros(start - at))
+                ranges.append(gradient.reshape(-1))
+                at = start + gradient.numel()
+        if self.layer_size > at:
+            ranges.append(ranges[-1].new_zeros(self.layer_size - at))
+        return torch.cat(ranges)
 
     def updated(
-        self,
-        gradients: Mapping[str, tuple[Tensor, Tensor]],
-        vectors: tuple[Tensor, ...],
-        step: Tensor,
-        rate: Tensor,
+        self, g: Tensor, vectors: tuple[Tensor, ...], step: Tensor, rate: Tensor
     ) -> tuple[Tensor, ...]:
         """Return a layer's range of the adapter and of the moments after SGD or AdamW.
 
         Args:
-            gradients: of A and B by target.
+            g: the gradient, float32 [layer_size].
             vectors: the layer's ranges before the update, float32 [layer_size] each.
             step: int64 [1], the number of updates so far.
             rate: float32 [1], the learning rate.
         """
         config = self.config
-        ranges = []
-        at = 0
-        for entry in self.entries:
-            for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
-                if start > at:
-                    ranges.append(gradient.new_zeros(start - at))
-                ranges.append(gradient.reshape(-1))
-                at = start + gradient.numel()
         value, *moments = vectors
-        if self.layer_size > at:
-            ranges.append(value.new_zeros(self.layer_size - at))
-        g = torch.cat(ranges)
         if config.weight_decay:
             value = value * (1.0 - rate * config.weight_decay)
         if config.optimizer == "sgd":
@@ -215,34 +283,65 @@ class BlockFunctions:
         first, second = (1.0 - torch.pow(beta, number) for beta in (config.beta1, config.beta2))
         return value - rate / first * m / (torch.sqrt(v / second) + config.eps), m, v
 
-    def _block_ports(self) -> list[TensorPort]:
+    def frozen(self, layer: int = 0) -> tuple[TensorPort, ...]:
+        """Return the ports of a layer's weights, in the order of the functions' arguments."""
         dims = self.dims
-        family = self.loaded.family
+        traits = dims.traits
         ports = [
-            frozen_port(f"model.layers.{{layer}}.{module}.weight", (dims.norm_width(place),))
-            for place, module in dims.traits.norms
+            frozen_port(f"{IN_BLOCK}.{module}.weight", (dims.norm_width(place, layer),))
+            for place, module in traits.norms_of(layer)
         ]
-        for target in family.linear_targets:
-            name = linear_name(self.loaded, target)
-            inputs, outputs = dims.linear_shape(target)
-            ports += self.linear_form.ports(f"{name}.weight", (outputs, inputs))
-            if dims.linear_bias(target):
-                ports.append(frozen_port(f"{name}.bias", (outputs,)))
-        return ports
+        for name, (channels, *rest) in dims.mixer_tensors(layer).values():
+            ports.append(frozen_port(f"{IN_BLOCK}.{name}", (channels, *rest[1:])))
+        for one in dims.block_linears(layer).values():
+            name = linear_name(self.loaded, one.target)
+            ports += self.linear_form.ports(f"{name}.weight", (one.outputs, one.inputs))
+            if dims.linear_bias(one.target):
+                ports.append(frozen_port(f"{name}.bias", (one.outputs,)))
+        return tuple(ports)
 
     def _constants(self) -> dict[str, tuple[int, int]]:
         shapes: dict[str, tuple[int, int]] = {}
-        for target in self.loaded.family.linear_targets:
-            inputs, outputs = self.dims.linear_shape(target)
+        for target, (inputs, outputs) in self.dims.linear_shapes.items():
             shapes |= self.linear_form.constants(
                 f"{linear_name(self.loaded, target)}.weight", (outputs, inputs)
             )
         return shapes
 
 
+def choose(loaded: LoadedModel, rows: Sequence[Sequence[int]]) -> None:
+    """Move the model's matrices to 4-bit grids that keep the layers' outputs on rows of token
+    ids."""
+    loaded.grids.update(round_model(loaded.family, rows))
+
+
+def restore(loaded: LoadedModel, tensors: Mapping[str, np.ndarray]) -> None:
+    """Put the 4-bit matrices of a weights file into the model that they were rounded from.
+
+    Raises:
+        ArtifactError: a matrix is that of another model.
+    """
+    for layer in range(loaded.dims.layers):
+        for target in loaded.family.targets(layer):
+            name = f"{loaded.family.linear_name(layer, target)}.weight"
+            parts = (name, f"{name}_scale", f"{name}_min")
+            grid, dense = Q4.unpack(name, {one: torch.from_numpy(tensors[one]) for one in parts})
+            weight = loaded.model.get_parameter(name)
+            change = float((dense - weight).norm() / weight.norm())
+            if not change <= MOST_CHANGE:
+                raise ArtifactError(
+                    f"the 4-bit matrix {name} is not that of the model",
+                    expected=f"a relative difference of at most {MOST_CHANGE:g}",
+                    received=f"{change:.3g}",
+                    hint="copy the artifact again, or export it again",
+                )
+            weight.data = dense
+            loaded.grids[name] = grid
+
+
 def linear_name(loaded: LoadedModel, target: str) -> str:
     """Return a linear layer's full name, `{layer}` for its number."""
-    return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
+    return loaded.family.weight_path("{layer}", target)
 
 
 def _tensor_name(port_name: str) -> str:

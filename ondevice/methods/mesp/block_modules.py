@@ -4,16 +4,19 @@ length."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ondevice.methods.mesp.block_functions import EMBEDDING, BlockFunctions
 from ondevice.methods.mesp.integer import IntegerKernels
+from ondevice.methods.mesp.torch.block import Block, SharedKeys
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import halves
-from ondevice.methods.mesp.torch.stages import Block, Blocks, Stages
+from ondevice.methods.mesp.torch.stages import Blocks, Stages
+from ondevice.methods.mesp.torch.weights import halves
 from ondevice.nn.cross_entropy import times
+from ondevice.nn.layer_inputs import combine
 
 
 def seen(length_tokens: int, window: int = 0) -> Tensor:
@@ -39,6 +42,23 @@ class Embed(nn.Module):
         return times(rows, functions.dims.traits.embedding_scale)
 
 
+class LayerInput(nn.Module):
+    """int64 [rows, tokens] and the first block's input [N, D] -> what a layer reads of its tokens,
+    [N, W]."""
+
+    def __init__(self, functions: BlockFunctions) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, ids_BT: Tensor, x: Tensor, *parts: Tensor) -> Tensor:
+        functions = self.functions
+        table, projection, norm = functions.loaded.family.input_tensors
+        given = dict(zip((one.name for one in functions.layer_input), parts, strict=True))
+        rows = functions.table_form.rows(f"{table}.{{layer}}", given, ids_BT.reshape(-1))
+        matrix = functions.linear_form.matrix(f"{projection}.{{layer}}", given)
+        return combine(rows, x, matrix.dense(), given[norm], functions.dims.norm_eps)
+
+
 class OneBlock(nn.Module):
     """A function of one block for rows of one length; `layer` is one of the kind."""
 
@@ -48,6 +68,7 @@ class OneBlock(nn.Module):
         super().__init__()
         self.functions = functions
         self.rows = rows
+        self.length_tokens = length_tokens
         self.layer = layer
         family = functions.loaded.family
         tables = family.positions(length_tokens, "cpu", torch.float32)
@@ -71,4 +92,70 @@ class OneBlock(nn.Module):
         constants: dict[str, Tensor] = {
             name: self.get_parameter(place) for name, place in self.names.items()
         }
-        return replace(self.functions.block(adapter, frozen, constants), layer=self.layer)
+        return self.functions.block(adapter, frozen, constants, self.layer)
+
+    def read(
+        self, tensors: tuple[Tensor, ...], gradients: bool
+    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """Take what the block reads in addition to its input from the front of `tensors`, as fields
+        of `Block`; with `gradients` also the sums of those of keys and values."""
+        traits = self.functions.dims.traits
+        rest = [*tensors]
+        fields: dict[str, Any] = {}
+        if traits.layer_input:
+            fields["layer_input"] = rest.pop(0)
+        borrows = not traits.has_keys(self.layer)
+        if borrows or traits.lends_keys(self.layer):
+            shared = fields["shared"] = SharedKeys()
+            if borrows:
+                shared.k = rest.pop(0)
+                shared.v = rest.pop(0)
+            if gradients:
+                shared.gradients = (rest.pop(0), rest.pop(0))
+        return fields, tuple(rest)
+
+
+class BlockForward(OneBlock):
+    """[N, D] -> [N, D], and keys and values that later blocks read."""
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Any:
+        fields, (adapter, *frozen) = self.read(tensors, False)
+        block = replace(self.block(adapter, tuple(frozen)), **fields)
+        position = (self.cos, self.sin)
+        y = self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
+        if not self.functions.dims.traits.lends_keys(self.layer):
+            return y
+        assert block.shared is not None  # noqa: S101 - `read` made it
+        return y, *block.shared.taken()
+
+
+class BlockBackward(OneBlock):
+    """The block's input and its output's gradient -> the input's gradient, and the layer's range of
+    the adapter and of the moments after the update; and the sums of the gradients of another
+    block's keys and values."""
+
+    def forward(self, x: Tensor, g: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        functions = self.functions
+        gradients = {}
+        count = 1 + len(functions.moments)
+        fields, (step, rate, *rest) = self.read(tensors, True)
+        vectors = tuple(rest[:count])
+        block = replace(self.block(vectors[0], tuple(rest[count:])), **fields)
+        position = (self.cos, self.sin)
+
+        def keep(target: str, ga: Tensor, gb: Tensor) -> None:
+            gradients[target] = (ga, gb)
+
+        # The stages write into g, and what comes in is the caller's.
+        g = self.blocks.backward(block, x, g.clone(), position, self.rows, keep)  # type: ignore[arg-type]
+        updated = self.updated(functions.gradient(gradients, self.layer), vectors, step, rate)
+        if functions.dims.traits.has_keys(self.layer):
+            return g, *updated
+        assert block.shared is not None  # noqa: S101 - `read` made it
+        assert block.shared.gradients is not None  # noqa: S101 - the backward pass added to them
+        return g, *updated, *block.shared.gradients
+
+    def updated(
+        self, gradient: Tensor, vectors: tuple[Tensor, ...], step: Tensor, rate: Tensor
+    ) -> tuple[Tensor, ...]:
+        return self.functions.updated(gradient, vectors, step, rate)

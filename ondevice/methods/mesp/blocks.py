@@ -16,54 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ondevice.core.manifest import AdapterEntry, Counter, StateTensor, port
+from ondevice.core.manifest import LAYER_INPUT, AdapterEntry, Counter, StateTensor, port
 from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramModule
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp.block_functions import BlockFunctions
-from ondevice.methods.mesp.block_modules import Embed, OneBlock
+from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, LayerInput
 from ondevice.methods.mesp.cached import cached_modules
 from ondevice.methods.mesp.frozen import arrays
 from ondevice.methods.mesp.lora import FlatEntry
 from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.nn.cross_entropy import exp_sums, label_logits, logits_gradient
+from ondevice.nn.cross_entropy import cap_slope, exp_sums, label_logits, logits_gradient
+from ondevice.runtime_ops.build import has_compiler
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.manifest import TensorPort
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import LoadedModel
-
-
-class BlockForward(OneBlock):
-    """[N, D] -> [N, D]."""
-
-    def forward(self, x: Tensor, adapter: Tensor, *frozen: Tensor) -> Tensor:
-        block = self.block(adapter, frozen)
-        position = (self.cos, self.sin)
-        return self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
-
-
-class BlockBackward(OneBlock):
-    """The block's input and its output's gradient -> the input's gradient, and the layer's range of
-    the adapter and of the moments after the update."""
-
-    def forward(
-        self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        functions = self.functions
-        gradients = {}
-        count = 1 + len(functions.moments)
-        vectors = tensors[:count]
-        frozen = tensors[count:]
-        block = self.block(vectors[0], frozen)
-        position = (self.cos, self.sin)
-
-        def keep(target: str, ga: Tensor, gb: Tensor) -> None:
-            gradients[target] = (ga, gb)
-
-        # The stages write into g, and what comes in is the caller's.
-        g = self.blocks.backward(block, x, g.clone(), position, self.rows, keep)  # type: ignore[arg-type]
-        return g, *functions.updated(gradients, vectors, step, rate)
 
 
 class _HeadTile(nn.Module):
@@ -82,8 +53,13 @@ class _HeadTile(nn.Module):
         given = dict(zip((one.name for one in self.functions.head), parts, strict=True))
         return self.functions.table_form.matrix(self.functions.head_name, given).dense()
 
-    def logits(self, x: Tensor, norm: Tensor, tile: Tensor, skip: Tensor) -> Tensor:
+    def logits(self, x: Tensor, norm: Tensor, tile: Tensor) -> Tensor:
         logits = functional.linear(self.kernels.rms_norm(x, norm, self.eps), tile)
+        cap = self.functions.dims.traits.logit_cap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def left(self, logits: Tensor, skip: Tensor) -> Tensor:
+        """Return the logits, without those of rows that were in the tile before."""
         return torch.where((self.columns < skip)[None], LOWEST, logits)  # type: ignore[operator]
 
     def local(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
@@ -101,7 +77,7 @@ class HeadSums(_HeadTile):
         self, x: Tensor, targets: Tensor, first: Tensor, skip: Tensor,
         maximum: Tensor, total: Tensor, wanted: Tensor, norm: Tensor, *parts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        logits = self.logits(x, norm, self.tile(parts), skip)
+        logits = self.left(self.logits(x, norm, self.tile(parts)), skip)
         label = label_logits(logits, self.local(targets, first, skip))
         return *exp_sums((maximum, total), logits), wanted + label
 
@@ -115,9 +91,11 @@ class HeadGradient(_HeadTile):
         maximum: Tensor, total: Tensor, wanted: Tensor, scale: Tensor, gradient: Tensor, norm: Tensor, *parts: Tensor,
     ) -> Tensor:  # fmt: skip
         tile = self.tile(parts)
-        logits = self.logits(x, norm, tile, skip)
+        logits = self.logits(x, norm, tile)
+        slope = cap_slope(logits, self.functions.dims.traits.logit_cap)
         local = self.local(targets, first, skip)
-        gn = torch.mm(logits_gradient(logits, local, maximum + total.log(), scale), tile)
+        g = logits_gradient(self.left(logits, skip), local, maximum + total.log(), scale)
+        gn = torch.mm(g if slope is None else g * slope, tile)
         # Linear in gn, so that each tile's part may go through the norm by itself.
         return gradient + self.kernels.rms_norm_backward(x, norm, self.eps, gn, torch.zeros_like(x))
 
@@ -126,7 +104,7 @@ class HeadLogits(_HeadTile):
     """Logits [1, S] of one position."""
 
     def forward(self, x: Tensor, norm: Tensor, *parts: Tensor) -> Tensor:
-        return functional.linear(self.kernels.rms_norm(x, norm, self.eps), self.tile(parts))
+        return self.logits(x, norm, self.tile(parts))
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
@@ -159,21 +137,35 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             modules.append(
                 ProgramModule(f"embed_{size}", Embed(functions), (ids, *functions.table), (hidden,))
             )
-            inputs = (hidden, ranges[0], *functions.frozen)
+            if functions.layer_input:
+                given = (ids, hidden, *functions.layer_input)
+                own = (layer_input_port(dims, rows * length),)
+                modules.append(
+                    ProgramModule(f"{LAYER_INPUT}{size}", LayerInput(functions), given, own)
+                )
             for end, layer in layers:
+                read, lent = shared_ports(dims, layer, rows, length, False)
+                inputs = (hidden, *read, ranges[0], *functions.frozen(layer))
                 forward = BlockForward(functions, rows, length, layer)
                 modules.append(
-                    ProgramModule(f"block_forward_{size}{end}", forward, inputs, (hidden,), inside)
+                    ProgramModule(
+                        f"block_forward_{size}{end}", forward, inputs, (hidden, *lent), inside
+                    )
                 )
         size = f"{export.batch_size}x{length}"
         hidden = port("hidden", "hidden", (export.batch_size * length, hidden_size))
         gradient = port("gradient", "gradient", hidden.shape)
-        inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
         for end, layer in layers:
+            read, sums = shared_ports(dims, layer, export.batch_size, length, True)
+            inputs = (hidden, gradient, *read, *scalars, *ranges, *functions.frozen(layer))
             backward = BlockBackward(functions, export.batch_size, length, layer)
             modules.append(
                 ProgramModule(
-                    f"block_backward_{size}{end}", backward, inputs, (gradient, *ranges), inside
+                    f"block_backward_{size}{end}",
+                    backward,
+                    inputs,
+                    (gradient, *ranges, *sums),
+                    inside,
                 )
             )
     modules += _head_modules(functions, export)
@@ -182,9 +174,26 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     constants = [
-        {name: weights.pop(name.format(layer=layer)) for name in functions.markers}
+        {
+            name: weights[own]
+            for name in functions.markers
+            if (own := name.format(layer=layer)) in weights
+        }
         for layer in range(dims.layers)
     ]
+    used = set()
+    # This project's ops have no cap of logits, and know no keys of other blocks.
+    in_ops = not dims.traits.hands_on and not dims.traits.logit_cap
+    if export.kernels == "auto" and has_compiler() and in_ops:
+        from ondevice.methods.mesp.fused import fused_modules  # registers the ops
+
+        modules += fused_modules(
+            BlockFunctions(loaded, config, export.quantize, fused=True), modules
+        )
+        used = {given.name for module in modules for given in module.inputs}
+    for name in functions.markers.keys() - used:
+        for layer in range(dims.layers):
+            weights.pop(name.format(layer=layer), None)
     return BuiltProgram(
         eager=functions,
         loaded=loaded,
@@ -204,6 +213,35 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         weights=weights,
         constants_of_layers=LayerConstants(arrays(functions.markers), constants) if inside else None,
     )  # fmt: skip
+
+
+def layer_input_port(dims: ModelDims, tokens: int) -> TensorPort:
+    """Describe what a layer reads of its tokens."""
+    return port("layer_input", "layer_input", (tokens, dims.traits.layer_input))
+
+
+def shared_ports(
+    dims: ModelDims, layer: int, rows: int, length_tokens: int, backward: bool
+) -> tuple[list[TensorPort], list[TensorPort]]:
+    """Return what a function of a block takes in addition to its input, and what it gives in
+    addition to its output. Names of keys and values, and of sums of their gradients, have the number
+    of the layer that computes them: a host keeps them by name within a step.
+    """
+    traits = dims.traits
+    tokens = rows * length_tokens
+    read = [layer_input_port(dims, tokens)] if traits.layer_input else []
+    if traits.has_keys(layer) and not traits.lends_keys(layer):
+        return read, []
+    shape = (rows, length_tokens, dims.key_heads(layer), dims.head_width(layer))
+    number = traits.key_layer(layer)
+    keys = [port(f"{what} {number}", f"shared_{what}", shape) for what in ("keys", "values")]
+    sums = [port(f"{what} {number}", f"{what}_gradient", shape) for what in ("keys", "values")]
+    borrows = not traits.has_keys(layer)
+    if borrows:
+        read += keys
+    if backward:
+        return read + sums, sums if borrows else []
+    return read, [] if borrows else keys
 
 
 def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[ProgramModule]:
@@ -240,5 +278,6 @@ def layout_entry(entry: FlatEntry) -> AdapterEntry:
     """Say where a host finds one linear layer's A and B."""
     sizes = entry.parameters
     shape = {"rank": sizes.rank, "inputs": sizes.inputs, "outputs": sizes.outputs}
-    return AdapterEntry(linear=sizes.name, layer=sizes.layer, target=sizes.target, offset=entry.b, a_offset=entry.a,
+    target = sizes.target.rpartition(".")[2]
+    return AdapterEntry(linear=sizes.name, layer=sizes.layer, target=target, offset=entry.b, a_offset=entry.a,
                         **shape)  # fmt: skip

@@ -140,7 +140,7 @@ def cached_modules(
             ProgramModule(f"embed_{name}", Embed(functions), (ids, *functions.table), (hidden,))
         )
         block = BlockCached(functions, tokens, context)
-        inputs = (hidden, start, *cache, adapter, *functions.frozen)
+        inputs = (hidden, start, *cache, adapter, *functions.frozen())
         outputs = (hidden, *cache_ports(dims, tokens))
         modules.append(ProgramModule(f"block_{name}", block, inputs, outputs))
     return modules

@@ -21,10 +21,15 @@ PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
 """Settings of the hand-written backward pass."""
 EXPERTS = "experts"
 """Listed with the traits: an MLP that is a mixture of experts."""
-IN_BLOCKS = tuple(field.name for field in fields(BlockTraits))
-"""Traits that block programs know: all, but no experts."""
-IN_TORCH = IN_MLX = (*IN_BLOCKS, EXPERTS)
+_TRAITS = tuple(field.name for field in fields(BlockTraits))
+IN_TORCH = IN_MLX = (*_TRAITS, EXPERTS)
 """Traits that the stages in PyTorch and in MLX know."""
+_BY_LAYER = ("head_dims", "key_heads", "mlp_widths", "key_layers", "keys_as_values",
+             "value_norm", "layer_input", "output_scale", "logit_cap")  # fmt: skip
+IN_STAGES = tuple(name for name in IN_MLX if name not in _BY_LAYER)
+"""Traits that a program of MLX's stages knows, whose hosts run one list for each mixer."""
+IN_BLOCKS = _TRAITS
+"""Traits that block programs know: all, but no experts."""
 
 
 def check_family(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from ondevice.core.config import AnswerLossConfig, TargetModule
 from ondevice.core.flags import (
@@ -27,6 +27,9 @@ ALL_TARGETS: tuple[TargetModule, ...] = (
 )  # fmt: skip
 GROUP_SIZE = 64
 """Weights that share a scale in 4 bits."""
+
+
+Recompute = Literal["auto", "all", "none"] | tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
 
 
 class MespConfig(AnswerLossConfig):
@@ -102,7 +105,7 @@ class MespConfig(AnswerLossConfig):
 
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens that pass through a block's MLP at once, in the backward pass too; None is 128 on a
-    CPU and 4096 on a GPU (torch)."""
+    CPU, and a quarter of all on a GPU, 1024 to 4096 (torch)."""
 
     mlp_tiles: int = Field(default=8, ge=1)
     """Tiles of the MLP's inner dimension that are computed one after the other, for all tokens
@@ -111,16 +114,29 @@ class MespConfig(AnswerLossConfig):
     activations: Literal["device", "host"] = "device"
     """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
 
-    kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's if it is
-    installed."""
+    recompute: Recompute = "auto"
+    """What the backward pass computes again: `all` of a block; `none`, for about six times the
+    memory of the block inputs; or numbers of layers, the last ones, that keep attention's output,
+    gate and up, and the other projections. `auto` keeps what fits in the GPU's memory, before the
+    first step (torch on CUDA). Results have the same bits."""
+
+    cuda_graphs: bool = True
+    """Run the passes of batches of up to 8,192 tokens as CUDA graphs: the launches of many kernels
+    bound small models (torch on CUDA)."""
+
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Norms, rotation, SwiGLU and loss: PyTorch's, or one Triton kernel for each chain of operations
+    on a GPU; `auto` takes Triton's if it is installed."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_store_h(cls, values: Any) -> Any:
-        """Take artifacts and checkpoints in which the removed setting has its default."""
+    def _as_before(cls, values: Any) -> Any:
+        """Take artifacts and checkpoints in which the removed setting has its default, or whose
+        kernels were liger-kernel's, for which Triton's are in place."""
         if isinstance(values, dict) and values.get("store_h") is False:
-            return {key: value for key, value in values.items() if key != "store_h"}
+            values = {key: value for key, value in values.items() if key != "store_h"}
+        if isinstance(values, dict) and values.get("kernels") == "liger":
+            values = values | {"kernels": "triton"}
         return values
 
     @model_validator(mode="after")

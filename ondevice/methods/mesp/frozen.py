@@ -20,18 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.core.manifest import TensorPort, port
-from ondevice.methods.mesp.torch.model import Dense
+from ondevice.methods.mesp.torch.weights import Dense
+from ondevice.nn.calibrated import Grid, nearest_grid
+from ondevice.nn.quantized import GROUP
 from ondevice.runtime_ops.quantized import quantize_q8_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ondevice.methods.mesp.torch.kernels import Matrix
-
-GROUP = 32
-"""Inputs that share a scale and a minimum in 4 bits."""
-LEVELS = 15
-"""Of 4 bits, less one."""
 
 
 class Form(Protocol):
@@ -104,10 +101,18 @@ class Int8(_Inputs):
         return functional.embedding(ids_N, given[name]).to(torch.float32) * scales
 
 
+@dataclass(frozen=True)
 class Q4(_Inputs):
     """Levels 0..15, two a byte with the first in the high half, uint8 [outputs, inputs / 2];
     float16 scale and minimum for each `GROUP` inputs, so that a model published as Q4_1 lies on its
-    own grid."""
+    own grid.
+
+    Attributes:
+        grid: that the matrix lies on already; None: the nearest levels between the ends of each
+            group.
+    """
+
+    grid: Grid | None = None
 
     def ports(self, name: str, shape: tuple[int, int]) -> tuple[TensorPort, ...]:
         outputs, inputs = shape
@@ -119,20 +124,17 @@ class Q4(_Inputs):
         )
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        groups = weight.detach().float().unflatten(1, (-1, GROUP))
-        low = groups.amin(-1)
-        high = groups.amax(-1)
-        mins = low.half()
-        scales = ((high - low) / LEVELS).half()
-        scales[scales == 0] = 1.0  # of equal weights the minimum is all there is
+        grid = self.grid or nearest_grid(weight)
         # Against the rounded scale and minimum, so that the levels make up for their rounding.
-        levels = (
-            ((groups - mins.float()[..., None]) / scales.float()[..., None])
-            .round()
-            .clamp(0, LEVELS)
-        )
-        high_half, low_half = levels.flatten(1).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
-        return {name: high_half << 4 | low_half, f"{name}_scale": scales, f"{name}_min": mins}
+        high, low = grid.levels(weight).unflatten(1, (-1, 2)).unbind(-1)
+        return {name: high << 4 | low, f"{name}_scale": grid.scales, f"{name}_min": grid.mins}
+
+    @staticmethod
+    def unpack(name: str, tensors: Mapping[str, Tensor]) -> tuple[Grid, Tensor]:
+        """Return the grid and the dense matrix, float32 [outputs, inputs], of what `pack` gave."""
+        grid = Grid(tensors[f"{name}_scale"], tensors[f"{name}_min"])
+        packed = tensors[name]
+        return grid, grid.dense(torch.stack([packed >> 4, packed & 15], -1).flatten(1))
 
     def matrix(self, name: str, given: Mapping[str, Tensor]) -> Matrix:
         return Q4Matrix(given[name], given[f"{name}_scale"], given[f"{name}_min"])

@@ -95,7 +95,7 @@ def lora_parameters(
     check_family(dims, known, what or "this form of mesp")
     listed: list[LoraParameters] = []
     for one in dims.adapted(config):
-        name = f"model.layers.{one.layer}.{family.linear_parents[one.target]}.{one.target}"
+        name = family.weight_path(one.layer, one.target)
         shape = (one.inputs, one.outputs, one.experts)
         listed.append(LoraParameters(one.layer, one.target, name, len(listed), config.rank, *shape))
     return tuple(listed)
@@ -160,6 +160,10 @@ class FlatEntry:
     a: int
     b: int
 
+    def moved(self, by: int) -> FlatEntry:
+        """Return the entry in a vector that begins so many elements earlier."""
+        return FlatEntry(self.parameters, self.a + by, self.b + by)
+
     def pair(self, vector: Any) -> tuple[Any, Any]:
         """Return A [rank, inputs] and B [rank, outputs] as views of a vector of numpy or torch."""
         rank = self.parameters.rank
@@ -174,7 +178,7 @@ class FlatLayout:
     """The flat vector that a program takes and gives; moments lie in vectors of the same layout.
 
     Layer by layer, A float32 [rank, inputs] and then B transposed, [rank, outputs], so that no
-    product of the program needs another order.
+    product of the program needs another order. Every layer has as many elements as the largest.
 
     Attributes:
         entries: in order of the layers.
@@ -185,25 +189,21 @@ class FlatLayout:
     size: int
 
     @classmethod
-    def build(cls, parameters: tuple[LoraParameters, ...]) -> FlatLayout:
+    def build(cls, parameters: tuple[LoraParameters, ...], layers: int) -> FlatLayout:
         """Lay out `parameters`, which are in order of the layers."""
-        entries = []
-        offset = 0
+        sizes: dict[int, int] = {}
+        places = []
         for lora in parameters:
-            a = offset
+            a = sizes.get(lora.layer, 0)
             b = a + _aligned(lora.rank * lora.inputs)
-            offset = b + _aligned(lora.rank * lora.outputs)
-            entries.append(FlatEntry(lora, a, b))
-        return cls(tuple(entries), offset)
+            sizes[lora.layer] = b + _aligned(lora.rank * lora.outputs)
+            places.append(FlatEntry(lora, a, b))
+        size = max(sizes.values())
+        entries = (one.moved(one.parameters.layer * size) for one in places)
+        return cls(tuple(entries), layers * size)
 
     def of_layer(self, layer: int) -> tuple[FlatEntry, ...]:
         return tuple(entry for entry in self.entries if entry.parameters.layer == layer)
-
-    def layer_range(self, layer: int) -> tuple[int, int]:
-        """Return the first element of a layer, and the one after its last."""
-        entries = self.of_layer(layer)
-        last = entries[-1]
-        return entries[0].a, last.b + _aligned(last.parameters.rank * last.parameters.outputs)
 
     def to_flat(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
         """Lay tensors of PEFT's names and shapes into one vector, float32 [size]; the inverse of

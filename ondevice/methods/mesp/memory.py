@@ -3,9 +3,9 @@ backward pass."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ondevice.core.dims import MoeDims
+from ondevice.core.dims import CONVOLUTION, DELTA, DELTA_CHUNK_TOKENS, MoeDims
 from ondevice.core.method import MemoryModel
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.step_model import INPUTS_ON_THE_WAY, backward_bytes
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ondevice.core.dims import Linear, ModelDims
-    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.config import MespConfig, Recompute
 
 MOMENTS = {"adamw": 2, "sgd": 0}
 """Numbers that an optimizer keeps for each trained one."""
@@ -23,7 +23,8 @@ WINDOW = 2
 being read."""
 MLP_CHUNK_TOKENS = 128
 """Tokens of the MLP at once if the settings do not say."""
-MLP_CHUNK_TOKENS_GPU = 4096
+MLP_CHUNK_TOKENS_GPU = (1024, 4096)
+"""On a GPU: a quarter of all, within these bounds."""
 CHUNK_SCORES = 1 << 17
 """Attention scores of a chunk of queries, of all rows and heads, on a CPU: half a megabyte stays in
 its cache."""
@@ -76,10 +77,28 @@ def memory(
     return {
         "adapter": trained * (2 if rows < batch_size or config.max_grad_norm is not None else 1),
         "optimizer": MOMENTS[config.optimizer] * trained,
-        "block inputs": kept * inputs,
+        "block inputs": kept * inputs + shared_bytes(dims, tokens, activation_bytes),
+        "kept of the forward pass": kept_bytes(dims, config.recompute, tokens, activation_bytes),
         "activations": block,
         "logits": max(0, head - block),  # the head is through before a block is computed again
     }
+
+
+def shared_bytes(dims: ModelDims, tokens: int, activation_bytes: int) -> int:
+    """Return the bytes of keys and values that later blocks read, and of their gradients."""
+    widths = [
+        dims.key_heads(i) * dims.head_width(i)
+        for i in range(dims.layers)
+        if dims.traits.lends_keys(i)
+    ]
+    return 4 * tokens * sum(widths) * activation_bytes
+
+
+def gpu_chunk_tokens(tokens: int) -> int:
+    """Return the tokens of the MLP at once on a GPU, in chunks of about one size."""
+    least, most = MLP_CHUNK_TOKENS_GPU
+    chunks = -(-tokens // min(most, max(least, tokens // 4)))
+    return -(-tokens // (8 * chunks)) * 8
 
 
 def host_memory(
@@ -110,9 +129,12 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
     """
     if dims.whole:
         return dims.parameters * weight_bytes
-    matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+    matrices = dims.matrices_of_block
     item = float(weight_bytes)
     in_mlx = runtime == "mlx"
+    resident = config.weight_placement == "resident"
+    if dims.traits.hands_on and resident and not config.bits:  # blocks differ
+        return dims.parameters * weight_bytes
     if isinstance(dims, MoeDims):
         if not config.bits and config.weight_placement == "resident":  # blocks may differ
             return dims.parameters * weight_bytes
@@ -125,13 +147,56 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
         item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)
-    if config.weight_placement == "resident":
-        return (
-            int(dims.layers * block + dims.vocab * row * (1 if dims.tied else 2))
-            + dims.hidden * weight_bytes
-        )
+    if resident:
+        rows = dims.vocab * row * (1 if dims.tied else 2)
+        rows += dims.layer_inputs * (item if in_mlx else weight_bytes)
+        return int(dims.layers * block + rows) + dims.hidden * weight_bytes
     tile = int(-(-dims.vocab // config.loss_tiles) * row)
     return WINDOW * max(block, tile) + dims.hidden * weight_bytes
+
+
+class KeptLayers(NamedTuple):
+    """Numbers of layers, the last ones, that keep something.
+
+    Attributes:
+        attention: attention's output and its log-sum-exp.
+        mlp: gate and up.
+        projections: queries, keys, values and the block's middle.
+    """
+
+    attention: int = 0
+    mlp: int = 0
+    projections: int = 0
+
+
+def kept_layers(recompute: Recompute, dims: ModelDims) -> KeptLayers:
+    """Return the layers of a setting; `auto` that no one has decided keeps nothing."""
+    if isinstance(recompute, tuple):
+        return KeptLayers(*(min(layers, dims.layers) for layers in recompute))
+    if recompute == "none":
+        return KeptLayers(dims.layers, dims.layers, dims.layers)
+    return KeptLayers()
+
+
+def layer_bytes(dims: ModelDims, tokens: int, activation_bytes: int) -> KeptLayers:
+    """Return what each part of one layer takes, bytes; in the order of the operations that a byte
+    saves."""
+    queries = dims.heads * dims.head_dim
+    projected = queries + 2 * dims.kv_heads * dims.head_dim + dims.hidden
+    if DELTA in dims.traits.mixers:
+        projected = max(projected, _delta_numbers(dims, 1, tokens)[0] // tokens + dims.hidden)
+    return KeptLayers(
+        tokens * (queries * activation_bytes + dims.heads * 4),
+        tokens * 2 * dims.intermediate * activation_bytes,
+        tokens * projected * activation_bytes,
+    )
+
+
+def kept_bytes(dims: ModelDims, recompute: Recompute, tokens: int, activation_bytes: int) -> int:
+    """Return what all layers keep, bytes."""
+    layers = kept_layers(recompute, dims)
+    each = layer_bytes(dims, tokens, activation_bytes)
+    return sum(number * size for number, size in zip(layers, each, strict=True))
 
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
@@ -160,10 +225,20 @@ def stage_bytes(
     traits = dims.traits
     inner = dims.intermediate * (5 if dims.traits.fused else 3)
     ends = 2 * dims.hidden * ("after_mlp" in dict(traits.norms))
+    if traits.layer_input or traits.output_scale:  # gate and up wait for what is behind the MLP
+        inner += 2 * traits.layer_input
+        ends += 2 * dims.hidden
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
     if isinstance(dims, MoeDims):
         inner = experts_numbers(dims, {linear.target for linear in pairs})
     waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)
+    if CONVOLUTION in traits.mixers:  # b, c, x and o
+        waits = max(waits, tokens * 6 * dims.hidden)
+    corrected = 0
+    if DELTA in traits.mixers:
+        of_delta, most = _delta_numbers(dims, rows, length_tokens)
+        waits = max(waits, of_delta + 2 * tokens * dims.hidden)
+        corrected = 4 * (most + 2 * tokens * dims.hidden)
     mlp = waits + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
     queries_at_once = min(
@@ -173,7 +248,29 @@ def stage_bytes(
     project = tokens * (5 * dims.hidden + (queries + 2 * keys) * (2 if traits.fused else 1))
     attended = max(attention * activation_bytes + scores, project * activation_bytes)
     during, after = _pairs_bytes(dims, config, pairs, tokens / chunk)
-    return max(mlp * activation_bytes + during, waits * activation_bytes + after, attended)
+    return max(
+        mlp * activation_bytes + during, waits * activation_bytes + after, attended, corrected
+    )
+
+
+def _delta_numbers(dims: ModelDims, rows: int, length_tokens: int) -> tuple[int, int]:
+    """Count numbers of a gated delta rule: what waits for its backward pass, and the most then.
+
+    The projections into it, its output and the states at the starts of chunks wait. The backward
+    pass has a chunk's matrices, or, at the end, the convolution's gradient in several copies.
+    """
+    _, heads, key_width, width = dims.traits.delta
+    tokens = rows * length_tokens
+    channels = dims.traits.delta_channels
+    values = heads * width
+    chunk = min(DELTA_CHUNK_TOKENS, length_tokens)
+    state = key_width * width
+    states = rows * heads * state * -(-length_tokens // chunk)
+    vectors = 11 * chunk * (key_width + width)
+    matrices = rows * heads * (vectors + 10 * chunk * chunk + 4 * state)
+    loop = tokens * (2 * channels + 4 * values) + matrices
+    end = tokens * (13 * channels // 2 + 3 * values)
+    return tokens * (channels + 2 * values) + states, states + max(loop, end)
 
 
 def _pairs_bytes(
@@ -247,11 +344,11 @@ def blocks_memory(
         forward = forward + 8 * tokens * dims.intermediate
         backward = backward + 24 * tokens * dims.intermediate
     new = (2 * vectors + 2) * (vector // dims.layers)
-    packed = {"8da8w": 2 * sum(matrices), "none": 4 * max(*matrices, tile * dims.hidden)}
+    packed = {"8da8w": 2 * dims.matrices_of_block, "none": 4 * max(*matrices, tile * dims.hidden)}
     return {
         "adapter": vector,
         "optimizer": (vectors - 1) * vector,
-        "block inputs": dims.layers * tokens * dims.hidden * 4,
+        "block inputs": dims.layers * tokens * dims.hidden * 4 + shared_bytes(dims, tokens, 4),
         "activations": forward + max(backward, new) + tokens * dims.hidden * 4 + 2 * dense,
         "head tiles": 2 * head,
         "packed weights": packed.get(quantize, 0),
@@ -267,7 +364,15 @@ def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int,
     queries = dims.heads * dims.head_dim
     keys = dims.kv_heads * dims.head_dim
     forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))
-    backward = tokens * (5 * width + 3 * queries + 2 * keys + 5 * inner)
+    mixed = 3 * queries + 2 * keys
+    if CONVOLUTION in dims.traits.mixers:  # b, c and x, their gradients, and the input
+        mixed = max(mixed, 8 * width)
+        forward = max(forward, tokens * 9 * width)
+    backward = tokens * (5 * width + mixed + 5 * inner)
+    if DELTA in dims.traits.mixers:
+        _, most = _delta_numbers(dims, max(1, tokens // length_tokens), length_tokens)
+        forward = max(forward, most // 2)
+        backward = max(backward, most + 3 * tokens * width)
     return 4 * (forward + mask), 4 * (backward + mask)
 
 

@@ -22,14 +22,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ondevice.core.manifest import port
-from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, NpuPart, ProgramModule
+from ondevice.core.program import (
+    FUSED,
+    Agreement,
+    BuiltProgram,
+    GraphProgram,
+    NpuPart,
+    ProgramModule,
+)
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
+from ondevice.methods.mesp.torch.block import Block, Linear
 from ondevice.methods.mesp.torch.kernels import GraphKernels
-from ondevice.methods.mesp.torch.model import Dense, halves
-from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
+from ondevice.methods.mesp.torch.stages import Blocks, Stages
+from ondevice.methods.mesp.torch.weights import Dense, halves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,7 +142,7 @@ class _Body(nn.Module):
         """Zeros: hidden states, as many as there are `gradients` of them, and A, B."""
         count = self.rows * self.mask.shape[0]
         tensors = [torch.zeros(count, self.functions.dims.hidden) for _ in range(1 + gradients)]
-        for entry in self.functions.entries:
+        for entry in self.functions.entries():
             sizes = entry.parameters
             tensors += [
                 torch.zeros(sizes.rank, sizes.inputs),
@@ -154,7 +162,7 @@ class _Body(nn.Module):
         linears = {}
         pairs = dict(
             zip(
-                (entry.parameters.target for entry in functions.entries),
+                (entry.parameters.target for entry in functions.entries()),
                 zip(tensors[::2], tensors[1::2]),
                 strict=True,
             )
@@ -198,7 +206,7 @@ class BackwardBody(_Body):
         )
         listed = [
             gradient
-            for entry in self.functions.entries
+            for entry in self.functions.entries()
             for gradient in gradients[entry.parameters.target]
         ]
         return (g, *listed)
@@ -219,7 +227,7 @@ class _Finished(nn.Module):
 
     def matrices(self, adapter: Tensor) -> list[Tensor]:
         """Return A and B of every entry, from the layer's range of the adapter."""
-        return [matrix for entry in self.functions.entries for matrix in entry.pair(adapter)]
+        return [matrix for entry in self.functions.entries() for matrix in entry.pair(adapter)]
 
 
 class NpuForward(_Finished):
@@ -245,9 +253,9 @@ class NpuBackward(_Finished):
         )
         gradients = {
             entry.parameters.target: (ga * factor, gb * factor)
-            for entry, ga, gb in zip(functions.entries, listed[::2], listed[1::2], strict=True)
+            for entry, ga, gb in zip(functions.entries(), listed[::2], listed[1::2], strict=True)
         }
-        return g, *functions.updated(gradients, vectors, step, rate)
+        return g, *functions.updated(functions.gradient(gradients), vectors, step, rate)
 
 
 class PrefillBody(_Body):
@@ -279,7 +287,7 @@ class PrefillBody(_Body):
             (dims.kv_heads, dims.head_dim, self.context),
             (dims.kv_heads, self.context, dims.head_dim),
         ]
-        for entry in self.functions.entries:
+        for entry in self.functions.entries():
             sizes = entry.parameters
             shapes += [(sizes.rank, sizes.inputs), (sizes.rank, sizes.outputs)]
         return tuple(torch.zeros(shape) for shape in shapes)
@@ -421,10 +429,12 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         )  # fmt: skip
 
     def on_cpu(name: str) -> bool:
-        """Blocks are compiled; a row by itself, and one token by itself, have no function of a
-        block here."""
+        """Blocks are compiled, so their functions in fused operators are left out; a row by itself,
+        and one token by itself, have no function of a block here."""
         of_one_row = () if rows == 1 else (f"embed_1x{length}",)
-        return not name.startswith("block_") and name not in ("embed_decode", *of_one_row)
+        if name.startswith(("block_", FUSED)):
+            return False
+        return name not in ("embed_decode", *of_one_row)
 
     return replace(
         plain,

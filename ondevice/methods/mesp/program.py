@@ -10,7 +10,7 @@ from ondevice.core.program import GraphProgram, TorchProgram
 from ondevice.core.traits import beyond_llama
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
-from ondevice.methods.mesp.block_functions import LINEAR_FORMS
+from ondevice.methods.mesp.block_functions import LINEAR_FORMS, choose, restore
 from ondevice.methods.mesp.check import IN_BLOCKS, check_family
 
 if TYPE_CHECKING:
@@ -47,6 +47,16 @@ def problems(
         )
     if export.shared_context:
         problems += _context_problems(export, dims, export.shared_context)
+    if export.quantize == "8da8w" and dims.traits.head_dims:
+        problems.append(
+            f"export.quantize is 8da8w: layers of {dims.family} have matrices of several shapes, and "
+            "its functions hold one of each; expected none, int8 or q4"
+        )
+    if export.rounding == "rows" and dims.traits.hands_on:
+        problems.append(
+            f"export.rounding is rows: blocks of {dims.family} read more than their input, so their "
+            "outputs are not kept one by one; expected nearest"
+        )
     if config.max_grad_norm is not None:
         problems.append(
             "a mesp program updates each block as its gradients are known: "
@@ -95,6 +105,9 @@ EXECUTORCH = GraphProgram(
     compare,
     rounding,
     rounded=("int8", "q4", "8da8w"),
+    chosen=("q4",),
+    choose=choose,
+    restore=restore,
     uses_ops=lambda export: False,
 )
 TORCH = TorchProgram(_torch_problems)

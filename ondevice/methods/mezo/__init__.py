@@ -10,8 +10,9 @@ from ondevice.core.capabilities import (
     Refuses,
     Replays,
 )
-from ondevice.core.method import CostFunction, MemoryModel, MethodSpec, OpenSession
+from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.mezo.config import MezoConfig
+from ondevice.methods.mezo.memory import MEMORY, step_cost
 
 
 def open_torch() -> OpenSession[MezoConfig]:
@@ -19,20 +20,6 @@ def open_torch() -> OpenSession[MezoConfig]:
     from ondevice.methods.mezo.torch import open_session
 
     return open_session
-
-
-def memory_model() -> MemoryModel[MezoConfig]:
-    """Return the memory model."""
-    from ondevice.methods.mezo.memory import MEMORY
-
-    return MEMORY
-
-
-def step_cost() -> CostFunction[MezoConfig]:
-    """Return the cost of a step."""
-    from ondevice.methods.mezo.cost import step_cost as cost
-
-    return cost
 
 
 METHOD = MethodSpec(
@@ -46,8 +33,8 @@ METHOD = MethodSpec(
     trains="all",
     order="zeroth",
     sessions={"torch": open_torch},
-    memory=memory_model,
-    cost=step_cost,
+    memory=lambda: MEMORY,
+    cost=lambda: step_cost,
     capabilities=(
         AnyDecoder(),
         Classifies(),

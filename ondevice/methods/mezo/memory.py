@@ -1,11 +1,11 @@
-"""Bytes of a MeZO step by part, from dimensions only."""
+"""Bytes of a MeZO step by part, and its work, from dimensions only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.method import MemoryModel
-from ondevice.methods.step_model import forward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel, StepCost
+from ondevice.methods.step_model import forward_bytes, forward_flops, head_flops, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -34,3 +34,16 @@ def memory(
 
 
 MEMORY = MemoryModel(memory)
+
+
+def step_cost(
+    dims: ModelDims, config: MezoConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    forward = forward_flops(dims, batch_size, length_tokens) + head_flops(
+        dims, batch_size, length_tokens
+    )
+    moves = (
+        4 * config.queries * 2 * weight_bytes
+    )  # four passes over the parameters a query, each reads and writes
+    return StepCost(2 * config.queries * forward, 2 * config.queries * weight_bytes + moves)

@@ -34,7 +34,7 @@ def memory_model() -> MemoryModel[PrgeConfig]:
 
 def step_cost() -> CostFunction[PrgeConfig]:
     """Return the cost of a step."""
-    from ondevice.methods.prge.cost import step_cost as cost
+    from ondevice.methods.prge.memory import step_cost as cost
 
     return cost
 
@@ -66,7 +66,7 @@ METHOD = MethodSpec(
     summary="zeroth-order LoRA-FA, all random directions in one forward pass",
     words="Trains a small adapter without gradients, on devices that cannot compute them. "
     "It needs many more steps.",
-    keeps="one copy of B",
+    keeps="A, C, a diagonal R and its moments; as in the paper one copy of B",
     page="prge.md",
     trains="adapter",
     order="zeroth",
@@ -76,7 +76,7 @@ METHOD = MethodSpec(
     cost=step_cost,
     programs={"executorch": executorch_program, "qnn": qnn_program, "torch": torch_program},
     capabilities=(
-        LearnsPreferences(("torch",)),
+        LearnsPreferences(("torch",), programs=("torch",)),
         AnyDecoder(),
         Packs(("torch",)),
         Replays(),

@@ -112,8 +112,11 @@ class AdapterLayout:
         return tuple(entry for entry in self.entries if entry.layer == layer)
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """Start and count (elements) of a layer's range."""
+        """Start and count (elements) of a layer's range; (0, 0) if none of its layers is
+        trained."""
         entries = self.of_layer(layer)
+        if not entries:
+            return 0, 0
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:

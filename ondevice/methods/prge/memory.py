@@ -1,13 +1,19 @@
-"""Bytes of a P-RGE step by part, from dimensions only (P-RGE section 3.2 and appendix A.8)."""
+"""Bytes of a P-RGE step by part, and its work, from dimensions only (P-RGE section 3.2 and appendix A.8)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.method import MemoryModel, Reduction
+from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.prge.layout import KEPT_BLOCKS, AdapterLayout
 from ondevice.methods.prge.subspace_program import SubspaceLayout
-from ondevice.methods.step_model import backward_bytes, forward_bytes, loss_bytes
+from ondevice.methods.step_model import (
+    backward_bytes,
+    forward_bytes,
+    forward_flops,
+    head_flops,
+    loss_bytes,
+)
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -79,3 +85,18 @@ def _fewer_queries(config: PrgeConfig, batch_size: int) -> PrgeConfig | None:
 MEMORY = MemoryModel(
     memory, reductions=(Reduction("{config.queries} query a step", _fewer_queries),)
 )
+
+
+def step_cost(
+    dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, weight_bytes: int
+) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    above = min(config.top_layers or dims.layers, dims.layers)
+    below = forward_flops(dims, batch_size, length_tokens, dims.layers - above)
+    copy = forward_flops(dims, batch_size, length_tokens, above) + head_flops(
+        dims, batch_size, length_tokens
+    )
+    passes = 1 if config.batch_queries else config.queries
+    if not config.batch_signs and config.estimator == "central":
+        passes *= 2
+    return StepCost(below + config.copies * copy, passes * weight_bytes)

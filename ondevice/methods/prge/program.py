@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 IN_PROGRAM = (
-    "norms", "qk_norm_all", "fused", "rotary", "rotary_width", "windows", "score_scale", "embedding_scale",
+    "norms", "qk_norm_all", "fused", "rotary", "rotary_width", "windows", "mixers", "score_scale", "embedding_scale",
     "residual_scale", "logit_scale", "norm_offset", "activation",
 )  # fmt: skip
 """Traits of a block with which programs were held against eager PyTorch."""

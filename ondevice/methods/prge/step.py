@@ -368,10 +368,20 @@ class PrgeProgram(nn.Module):
             parts.append((adapter - learning_rate * update, mean, square))
         return tuple(_cat(column) for column in zip(*parts, strict=True))
 
-    def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
-        """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
+    def hidden(
+        self,
+        ids_ET: Tensor,
+        adapter_P: Tensor,
+        position_ids_ET: Tensor | None = None,
+        branches_ET: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]; of prompts
+        with their continuations as in `core.session.Branching`."""
+        placed = position_ids_ET, branches_ET
         return self._run_suffix(
-            self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count]
+            self._run_prefix(ids_ET, *placed),
+            lambda start, count: adapter_P[None, start : start + count],
+            *placed,
         )
 
     def evaluate(
@@ -402,37 +412,56 @@ class PrgeProgram(nn.Module):
 
         return copies_of
 
-    def _placed(self, hidden: Tensor, position_ids: Tensor | None) -> tuple[Any, Tensor | None]:
+    def _placed(
+        self, hidden: Tensor, position_ids: Tensor | None, branches: Tensor | None
+    ) -> tuple[Any, Tensor | None]:
         """Return what blocks take next to the hidden states: positions and mask."""
+        if position_ids is not None and branches is not None:
+            return self.family.branched(hidden, position_ids, branches)
         if position_ids is not None:
             return self.family.packed(hidden, position_ids)
         length = hidden.shape[1]
         return self.family.positions(length, hidden.device, hidden.dtype), self._mask(length)
 
-    def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+    def _run_prefix(
+        self,
+        ids_BT: Tensor,
+        position_ids_BT: Tensor | None = None,
+        branches_BT: Tensor | None = None,
+    ) -> Tensor:
         hidden = self.family.embed(ids_BT, position_ids_BT)
-        position, mask = self._placed(hidden, position_ids_BT)
+        position, mask = self._placed(hidden, position_ids_BT, branches_BT)
         for layer in range(self.layout.first_layer):
             hidden = self.family.block(layer, hidden, position, mask)
         return hidden
 
     def _run_suffix(
-        self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
+        self,
+        hidden_RTD: Tensor,
+        copies_of: CopiesOf,
+        position_ids_RT: Tensor | None = None,
+        branches_RT: Tensor | None = None,
     ) -> Tensor:
-        position, mask = self._placed(hidden_RTD, position_ids_RT)
+        position, mask = self._placed(hidden_RTD, position_ids_RT, branches_RT)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             for entry, copies in self.layer_copies(layer, copies_of):
-                linear = self.linears[entry]
-                if not entry.diagonal or linear.c_RO is not None:  # else before the first subspace
-                    linear.slot.copies = linear.matrices(entry.shaped(copies))
+                self._give(entry, copies)
             hidden_RTD = self.family.block(layer, hidden_RTD, position, mask)
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
         return self.family.final_norm(hidden_RTD)
 
+    def _give(self, entry: Entry, copies: Tensor) -> None:
+        """Put the copies of a trained matrix into its layer, as the Bs that they stand for."""
+        linear = self.linears[entry]
+        if not entry.diagonal or linear.c_RO is not None:  # else before the first subspace
+            linear.slot.copies = linear.matrices(entry.shaped(copies))
+
     def layer_copies(self, layer: int, copies_of: CopiesOf) -> Iterator[tuple[Entry, Tensor]]:
         """Yield the copies [copies, entry.count] of each trained matrix of a layer."""
         base, count = self.layout.layer_range(layer)
+        if not count:
+            return
         layer_copies = copies_of(base, count)
         for entry in self.layout.of_layer(layer):
             low = entry.offset - base
@@ -461,16 +490,24 @@ class WholeModelProgram(PrgeProgram):
     """P-RGE's step on a model that runs only as a whole: all copies of all B exist during a pass;
     layers below `top_layers` run once for each copy."""
 
-    def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+    def _run_prefix(
+        self,
+        ids_BT: Tensor,
+        position_ids_BT: Tensor | None = None,
+        branches_BT: Tensor | None = None,
+    ) -> Tensor:
         return ids_BT
 
     def _run_suffix(
-        self, ids_BT: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        copies_of: CopiesOf,
+        position_ids_RT: Tensor | None = None,
+        branches_RT: Tensor | None = None,
     ) -> Tensor:
         # `repeat` has made [copies, batch, tokens] of [batch, tokens].
         for entry in self.layout.entries:
-            copies = copies_of(entry.offset, entry.count)
-            self.linears[entry].slot.copies = copies.reshape(-1, entry.rank, entry.outputs)
+            self._give(entry, copies_of(entry.offset, entry.count))
         try:
             return self.family.hidden(ids_BT.flatten(0, -2), position_ids=position_ids_RT)
         finally:

@@ -10,6 +10,7 @@ import torch
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
+from ondevice.methods.model_loss import BranchedEvaluation
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
-class PrgeSession(PackingSession):
+class PrgeSession(BranchedEvaluation, PackingSession):
     """Holds the adapter and steps it; any batch size and length.
 
     Args:
@@ -38,6 +39,7 @@ class PrgeSession(PackingSession):
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.loaded = loaded
+        self.family = loaded.family
         self.config = config
         config.check_training()
         self.device = loaded.family.head_weight.device
@@ -49,7 +51,7 @@ class PrgeSession(PackingSession):
         loaded.family.check_adapted(list(self.names.values()))
         self.generator_backend = torch_ops.generator_backend(self.device)
         program = PrgeProgram
-        if loaded.dims.whole:
+        if loaded.dims.whole or loaded.dims.traits.hands_on:
             program = WholeModelProgram
         elif self.generator_backend == "triton":
             program = CudaPrgeProgram
@@ -143,6 +145,16 @@ class PrgeSession(PackingSession):
         ids_ET, labels_ET = self._tensors(ids, labels)
         nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._adapter)
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
+
+    def branched_hidden(
+        self, ids: torch.Tensor, position_ids: torch.Tensor, branches: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute it under the adapter as it is now; see `BranchedEvaluation`."""
+        return self.program.hidden(ids, self._adapter, position_ids, branches)
+
+    def labels_nll(self, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """Compute the program's loss; see `BranchedEvaluation`."""
+        return self.program.token_loss(hidden_ND, labels_N)
 
     @torch.inference_mode()
     def apply_update(

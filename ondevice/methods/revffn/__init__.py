@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import OpensNetwork, Refuses
+from ondevice.core.capabilities import HalfOnGpu, LearnsPreferences, OpensNetwork, Refuses
 from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
@@ -43,6 +43,8 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: step_cost,
     capabilities=(
+        HalfOnGpu(),
+        LearnsPreferences(("torch",)),
         OpensNetwork(open_network),
         Refuses[RevffnConfig](
             lambda asked: check_family(asked.dims, asked.config.coupling == "paper")

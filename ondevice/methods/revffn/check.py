@@ -12,7 +12,8 @@ from ondevice.core.traits import check_traits
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
 
-KNOWN = tuple(field.name for field in fields(BlockTraits) if not field.name.endswith("_cap"))
+_OF_OTHERS = ("mixers", "key_layers", "layer_input", "output_scale", "logit_cap")
+KNOWN = tuple(field.name for field in fields(BlockTraits) if field.name not in _OF_OTHERS)
 """Traits that the modelling file computes, with queries, keys and values of one stream."""
 
 

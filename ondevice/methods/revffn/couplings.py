@@ -10,7 +10,7 @@ what is still on its way to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 Part = Literal["attention", "mlp", "block"]
 ADAPTERS = ("attention_up", "attention_down", "mlp_up", "mlp_down")
 _STREAM = 0x5265  # the generator's tensor number of the adapters' first values
+
+
+class Place(NamedTuple):
+    """Where tokens are: the family's position embeddings, and which token sees which.
+
+    Attributes:
+        mask: added to the scores; None is the causal mask.
+    """
+
+    position: Any
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,7 @@ class Coupling:
         """Return the gradients of the streams that end; None is zero."""
         raise NotImplementedError
 
-    def branch(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
-    ) -> Tensor:
+    def branch(self, step: Step, place: Place, v: Tensor, u: Tensor | None = None) -> Tensor:
         """Return the step's branch, without the mix's factor: [B, T, width of a stream]; u is read
         by crossed steps."""
         raise NotImplementedError
@@ -145,18 +154,16 @@ class HalfWidth(Coupling):
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.split(grad_BTD)
 
-    def branch(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
-    ) -> Tensor:
+    def branch(self, step: Step, place: Place, v: Tensor, u: Tensor | None = None) -> Tensor:
         prefix = adapter_name(step.block, step.part)
         up, down = (self.adapters[prefix + way].to(v.dtype) for way in ("up", "down"))
         wide = linear(v, up)
         if step.part == "mlp":
             inner = self.family.mlp_branch(step.block, wide)
         elif u is None:
-            inner = self.family.attention_branch(step.block, wide, position)
+            inner = self.family.attention_branch(step.block, wide, *place)
         else:
-            inner = attention_between(self.family, step.block, linear(u, up), wide, position)
+            inner = attention_between(self.family, step.block, linear(u, up), wide, place)
         return linear(inner, down)
 
 
@@ -199,15 +206,13 @@ class FullWidth(Coupling):
         late = self.late * grad_BTD
         return -late, grad_BTD + late
 
-    def branch(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None
-    ) -> Tensor:
-        attention = self.family.attention_branch(step.block, v, position)
+    def branch(self, step: Step, place: Place, v: Tensor, u: Tensor | None = None) -> Tensor:
+        attention = self.family.attention_branch(step.block, v, *place)
         return attention.float() + self.family.mlp_branch(step.block, v + attention).float()
 
 
 def attention_between(
-    family: Family, i: int, queries_BTD: Tensor, keys_BTD: Tensor, position: tuple[Tensor, Tensor]
+    family: Family, i: int, queries_BTD: Tensor, keys_BTD: Tensor, place: Place
 ) -> Tensor:
     """Return causal attention of block `i` (Eq. 1), norm and output projection included: [B, T,
     hidden].
@@ -234,10 +239,16 @@ def attention_between(
     k, v = (
         _heads(project(keys), dims.kv_heads) for project in (attention.k_proj, attention.v_proj)
     )
-    cos, sin = (table[:, None] for table in position)
+    cos, sin = (table[:, None] for table in place.position)
     q, k = (x * cos + _rotated(x) * sin for x in (q, k))
     mixed = scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=dims.kv_heads != dims.heads
+        q,
+        k,
+        v,
+        place.mask,
+        is_causal=place.mask is None,
+        scale=attention.scaling,
+        enable_gqa=dims.kv_heads != dims.heads,
     )
     return attention.o_proj(mixed.transpose(1, 2).flatten(2))
 

@@ -49,7 +49,7 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
     """
     states: list[tuple[Tensor, Tensor]] = []
     saved = network.forward(ids_BT, lambda u, v: states.append((u, v)))
-    position = network.position(ids_BT.shape[1])
+    place = network.place(ids_BT.shape[1])
     v = saved.u
     w = saved.v
     true_v = v
@@ -59,9 +59,9 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
         step = network.steps[number]
         side = saved.side.get(number)
         true_u = states[number][0]
-        once, iteration = network.invert(step, position, true_v, true_w, side)
+        once, iteration = network.invert(step, place, true_v, true_w, side)
         kept = saved.stored.get(number)
-        v, w = network.invert(step, position, v, w, side)[0] if kept is None else kept, v
+        v, w = network.invert(step, place, v, w, side)[0] if kept is None else kept, v
         errors.append(
             LayerError(
                 step.block, step.part, *difference(network.streams, once, true_u),

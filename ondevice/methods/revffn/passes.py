@@ -16,12 +16,20 @@ from torch import Tensor
 
 from ondevice.methods.revffn.inversion import report
 from ondevice.methods.revffn.streams import StreamOverflow
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.nn.cross_entropy import WeighedRows, shift, token_nll
 
 if TYPE_CHECKING:
-    from ondevice.methods.revffn.reversible import BlockGradients, Gradients, Reversible, Saved
+    from ondevice.methods.revffn.reversible import (
+        BlockGradients,
+        Gradients,
+        Reversible,
+        Saved,
+        Tree,
+    )
 
 OnUnit = Callable[["Gradients"], None]
+Reduce = Callable[[Tensor], Tensor]
+"""Losses of a micro-batch's tokens, [rows, tokens], to its share of the loss."""
 
 
 class Passes:
@@ -53,9 +61,16 @@ class Passes:
             name for name, value in self.outer.items() if value is table or ".wpe." in name
         }
 
-    def run(self, ids_BT: Tensor, labels_BT: Tensor, on_unit: OnUnit) -> Tensor:
+    def run(
+        self,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        on_unit: OnUnit,
+        weighed: WeighedRows | None = None,
+    ) -> Tensor:
         """Run forward and backward over int64 [B, T]; gives the mean loss a labelled token, float32
-        [].
+        [], or the sum of the weighed rows' losses. Rows in several parts are computed once more
+        before.
 
         A forward pass that overflows makes the streams' scale coarser, and all micro-batches begin
         again.
@@ -63,11 +78,19 @@ class Passes:
         size = self.micro_batch_size or ids_BT.shape[0]
         ids = ids_BT.split(size)
         labels = labels_BT.split(size)
-        tokens = (labels_BT[:, 1:] >= 0).sum().clamp(min=1)
+        if weighed is None:
+            tokens = (labels_BT[:, 1:] >= 0).sum().clamp(min=1)
+            reduces: list[Reduce] = [lambda nll_BT: nll_BT.sum() / tokens] * len(ids)
+        elif len(ids) > 1:
+            found = [self.row_nll(*part)[0] for part in zip(ids, labels, strict=True)]
+            weights = weighed(torch.cat(found).double()).split(size)
+            reduces = [weighted(lambda nll_B, part=part: part) for part in weights]
+        else:
+            reduces = [weighted(weighed)]
         run = self._reversible
         if self.stored:
             run = self._stored
-        return self._rescaled(lambda: run(ids, labels, tokens, on_unit))
+        return self._rescaled(lambda: run(ids, labels, reduces, on_unit))
 
     def _rescaled(self, compute: Callable[[], Tensor]) -> Tensor:
         """The value of `compute`, called again with coarser streams until none overflows; its
@@ -78,36 +101,44 @@ class Passes:
             except StreamOverflow as error:
                 self.network.coarsen(error)
 
-    def _forward(self, ids_BT: Tensor) -> Saved:
+    def _forward(self, ids_BT: Tensor, tree: Tree | None = None) -> Saved:
         if self.unreported:
             report(self.network, ids_BT)
             self.unreported = False
-        return self.network.forward(ids_BT)
+        return self.network.forward(ids_BT, tree=tree)
 
-    def _final_hidden(self, ids_BT: Tensor) -> Tensor:
-        """The final norm's output, [B, T, hidden]; the scale of training does not change."""
+    def final_hidden(self, ids_BT: Tensor, tree: Tree | None = None) -> Tensor:
+        """Return the final norm's output, [B, T, hidden]; the scale of training does not change.
+
+        Args:
+            tree: of prompts with their continuations, where each token is.
+        """
         before = self.network.fraction_bits
         try:
             return self.family.final_norm(
-                self._rescaled(lambda: self.network.hidden(self._forward(ids_BT)))
+                self._rescaled(lambda: self.network.hidden(self._forward(ids_BT, tree)))
             )
         finally:
             if before is not None:
                 self.network.fraction_bits = before
 
     def _reversible(
-        self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit
+        self,
+        ids: tuple[Tensor, ...],
+        labels: tuple[Tensor, ...],
+        reduces: list[Reduce],
+        on_unit: OnUnit,
     ) -> Tensor:
         forwards = [self._forward(rows) for rows in ids]
         outer = {name: value for name, value in self.outer.items() if value.requires_grad}
         head: Gradients = {}
         losses: list[Tensor] = []
         backwards: list[BlockGradients] = []
-        for targets in labels:
+        for targets, reduce in zip(labels, reduces, strict=True):
             saved = forwards.pop(0)
             hidden = self.network.hidden(saved).requires_grad_()
             with torch.enable_grad():
-                loss = self._loss(hidden, targets, tokens)
+                loss = self._loss(hidden, targets, reduce)
             grad, *of_outer = torch.autograd.grad(
                 loss, [hidden, *outer.values()], allow_unused=True
             )
@@ -146,15 +177,19 @@ class Passes:
         return torch.stack(losses).sum()
 
     def _stored(
-        self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit
+        self,
+        ids: tuple[Tensor, ...],
+        labels: tuple[Tensor, ...],
+        reduces: list[Reduce],
+        on_unit: OnUnit,
     ) -> Tensor:
         named = {**self.outer, **{name: p for block in self.blocks for name, p in block.items()}}
         named = {name: value for name, value in named.items() if value.requires_grad}
         losses = []
         total = dict[str, Tensor]()
-        for part, target in zip(ids, labels, strict=True):
+        for part, target, reduce in zip(ids, labels, reduces, strict=True):
             with torch.enable_grad():
-                loss = self._loss(self.network.stored_hidden(part), target, tokens)
+                loss = self._loss(self.network.stored_hidden(part), target, reduce)
             gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
             accumulate(total, dict(zip(named, gradients, strict=True)), len(ids) > 1)
             losses.append(loss.detach())
@@ -168,24 +203,34 @@ class Passes:
         if gradients:
             on_unit(gradients)
 
-    def _loss(self, hidden: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
-        """A micro-batch's share of the mean loss a labelled token; `tokens` are those of the whole
-        batch."""
+    def _loss(self, hidden: Tensor, labels: Tensor, reduce: Reduce) -> Tensor:
+        """A micro-batch's share of the loss."""
         states, targets = shift(self.family.final_norm(hidden), labels)
-        return token_nll(states, self.family.head_weight, targets, self.loss_tiles).sum() / tokens
+        nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
+        return reduce(nll.view(len(labels), -1))
 
     @torch.inference_mode()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return negative log likelihood of each row's labelled tokens and their count, [rows]
         each."""
-        states, targets = shift(self._final_hidden(ids_BT), labels_BT)
+        states, targets = shift(self.final_hidden(ids_BT), labels_BT)
         nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
 
     @torch.inference_mode()
     def next_token(self, ids_1T: Tensor) -> int:
         """Return the most likely token behind int64 [1, T]."""
-        return int((self._final_hidden(ids_1T)[:, -1:] @ self.family.head_weight.T).argmax())
+        return int((self.final_hidden(ids_1T)[:, -1:] @ self.family.head_weight.T).argmax())
+
+
+def weighted(weights: Callable[[Tensor], Tensor]) -> Reduce:
+    """Return the sum of rows' losses, each times what `weights` says of them, a constant."""
+
+    def reduce(nll_BT: Tensor) -> Tensor:
+        nll_B = nll_BT.sum(1)
+        return (nll_B * weights(nll_B.detach().double()).to(nll_B)).sum()
+
+    return reduce
 
 
 def accumulate(total: Gradients, gradients: Mapping[str, Tensor | None], several: bool) -> None:

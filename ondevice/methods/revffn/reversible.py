@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ondevice.core.errors import TrainingError
 from ondevice.core.traits import check_length
-from ondevice.methods.revffn.couplings import Step, make_coupling
+from ondevice.methods.revffn.couplings import Place, Step, make_coupling
 from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
 from ondevice.methods.revffn.streams import (
     FixedStreams,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Gradients = dict[str, Tensor]
+Tree = tuple[Tensor, Tensor]
+"""Positions and branches, int64 [B, T] each; see `core.session.Branching`."""
 OnStep = Callable[[Tensor, Tensor], None]
 OnBlock = Callable[[int, Gradients], None]
 BlockGradients = Generator[tuple[int, Gradients], None, Tensor]
@@ -144,20 +146,24 @@ class Reversible:
         return parameters
 
     @torch.no_grad()
-    def forward(self, ids_BT: Tensor, on_step: OnStep | None = None) -> Saved:
+    def forward(
+        self, ids_BT: Tensor, on_step: OnStep | None = None, tree: Tree | None = None
+    ) -> Saved:
         """Run the embedding and all blocks, without a graph; with `not_converged: store`, each
         block is inverted at once.
 
         Args:
             ids_BT: int64 [B, T].
             on_step: is given the streams (u, v) that each step reads.
+            tree: of prompts with their continuations, where each token is; there is no way back.
 
         Raises:
             StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would
                 do.
         """
         peaks: list[Tensor] = []
-        saved = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
+        store = self.config.not_converged == "store" and tree is None
+        saved = self._forward(ids_BT, peaks, on_step, store, tree)
         self._check(peaks)
         return saved
 
@@ -168,11 +174,15 @@ class Reversible:
         peaks: list[Tensor],
         on_step: OnStep | None = None,
         store: bool = False,
+        tree: Tree | None = None,
     ) -> Saved:
-        position = self.position(ids_BT.shape[1])
-        u, v = (
-            self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT))
-        )
+        if tree is None:
+            place = self.place(ids_BT.shape[1])
+            embedded = self.family.embed(ids_BT)
+        else:
+            embedded = self.family.embed(ids_BT, tree[0])
+            place = Place(*self.family.branched(embedded, *tree))
+        u, v = (self.streams.from_float(part) for part in self.coupling.split(embedded))
         side: dict[int, Tensor] = {}
         stored: dict[int, Tensor] = {}
         sums: list[Tensor] = []
@@ -181,7 +191,7 @@ class Reversible:
                 on_step(u, v)
             if self.exact:
                 sums.append(u.sum(dtype=torch.int64))
-            branch = self._branch(step, position, v, u)
+            branch = self._branch(step, place, v, u)
             w, bits = self.streams.step(u, v, branch, step.mix)
             peaks.append(self.streams.peaks(w, branch, step.mix))
             if step.crossed:
@@ -189,7 +199,7 @@ class Reversible:
             if bits is not None:
                 side[number] = self._kept(bits, step)
             if store and bits is not None and step.crossed:
-                iteration = self.iterations[number] = self._solve(step, position, v, w, bits)[1]
+                iteration = self.iterations[number] = self._solve(step, place, v, w, bits)[1]
                 if not iteration.converged:
                     stored[number] = u
             u = v
@@ -242,7 +252,7 @@ class Reversible:
     def backward_by_block(self, saved: Saved, grad_BTD: Tensor) -> BlockGradients:
         """Yield `backward` one block at a time, so that micro-batches can go back through each
         block together."""
-        position = self.position(saved.length_tokens)
+        place = self.place(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
         v = saved.u
         w = saved.v
@@ -260,11 +270,11 @@ class Reversible:
             side = None if side is None else side.to(v.device, non_blocking=True)
             if step.crossed and stored is None and side is not None:
                 with torch.no_grad():
-                    stored, iteration = self._solve(step, position, v, w, side)
+                    stored, iteration = self._solve(step, place, v, w, side)
                 self.iterations[number] = iteration
                 if not iteration.converged:
                     raise not_inverted(step.block, iteration, self.config.tolerance)
-            u, du, dv, of_step = self._step_back(step, position, v, w, du, dv, side, stored)
+            u, du, dv, of_step = self._step_back(step, place, v, w, du, dv, side, stored)
             gradients |= of_step
             del of_step  # the consumer may free the gradients: no second reference here
             v, w = u, v
@@ -304,7 +314,7 @@ class Reversible:
         )
 
     def _step_back(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,
+        self, step: Step, place: Place, v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,
         side: Tensor | None, u: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Gradients]:  # fmt: skip
         """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w).
@@ -324,7 +334,7 @@ class Reversible:
             self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read
         ]
         with torch.enable_grad():
-            branch = self.coupling.branch(step, position, *inputs)
+            branch = self.coupling.branch(step, place, *inputs)
         if u is None:
             u = self.streams.inverse_step(w, v, branch.detach(), mix, side)
         grads = torch.autograd.grad(
@@ -354,7 +364,7 @@ class Reversible:
         """
         streams = self.streams
         coupling = self.coupling
-        position = self.position(ids_BT.shape[1])
+        place = self.place(ids_BT.shape[1])
         first = coupling.split(self.family.embed(ids_BT))
         u, v = (streams.from_float(part.detach()) for part in first)
         old, new = (part.float() for part in first)
@@ -367,7 +377,7 @@ class Reversible:
             older = None
             if step.crossed:
                 older = value(old, u)
-            branch = coupling.branch(step, position, value(new, v), older)
+            branch = coupling.branch(step, place, value(new, v), older)
             with torch.no_grad():
                 w, _ = streams.step(u, v, branch.detach(), step.mix)
                 peaks.append(streams.peaks(w, branch.detach(), step.mix))
@@ -380,25 +390,25 @@ class Reversible:
         )
 
     def invert(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
+        self, step: Step, place: Place, v: Tensor, w: Tensor, side: Tensor | None
     ) -> tuple[Tensor, Iteration | None]:
         """Rebuild u from (v, w) without gradients; an iteration is given as it went, converged or
         not."""
         side = None if side is None else side.to(v.device)
         if step.crossed and side is not None:
-            return self._solve(step, position, v, w, side)
+            return self._solve(step, place, v, w, side)
         return self.streams.inverse_step(
-            w, v, self._branch(step, position, v, w), step.mix, side
+            w, v, self._branch(step, place, v, w), step.mix, side
         ), None
 
     def _solve(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, norms: Tensor
+        self, step: Step, place: Place, v: Tensor, w: Tensor, norms: Tensor
     ) -> tuple[Tensor, Iteration]:
         limit = self.config.max_iterations
         tolerance = self.config.tolerance
         return solve(
             self.streams,
-            lambda u: self._branch(step, position, v, u),
+            lambda u: self._branch(step, place, v, u),
             w,
             v,
             norms,
@@ -417,17 +427,18 @@ class Reversible:
             bits, non_blocking=True
         )
 
-    def position(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the family's position embeddings of positions 0 to `length` - 1."""
+    def place(self, length: int) -> Place:
+        """Return the places of a row's tokens, positions 0 to `length` - 1."""
         if any(step.crossed for step in self.steps):  # written out here, without a window
             check_length(self.family.dims, length)
-        return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
+        device = self.family.embedding.weight.device
+        return Place(self.family.positions(length, device, self.dtype))
 
-    def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:
+    def _branch(self, step: Step, place: Place, v: Tensor, u: Tensor) -> Tensor:
         older = None
         if step.crossed:
             older = self.streams.to_float(u, self.dtype)
-        return self.coupling.branch(step, position, self.streams.to_float(v, self.dtype), older)
+        return self.coupling.branch(step, place, self.streams.to_float(v, self.dtype), older)
 
     def _calibrated(self) -> int:
         """Choose the scale for this model by a forward pass in float32 streams, which shows how

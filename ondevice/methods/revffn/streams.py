@@ -246,16 +246,19 @@ class StreamOverflow(TrainingError):
         peak: the largest magnitude there, as a number.
 
     Attributes:
-        bits: a `fraction_bits` that would have done.
+        bits: a `fraction_bits` that would have done, or the coarsest if none would.
     """
 
     def __init__(self, where: str, fraction_bits: int, peak: float) -> None:
         self.bits = choose_bits(peak)
+        hint = f"method.fraction_bits: {self.bits}; a smaller learning rate if it grew in training"
+        if self.bits >= fraction_bits:  # no scale has room for it
+            hint = "a smaller learning rate, or method.streams: bfloat16, which has no scale"
         super().__init__(
             f"fixed-point streams overflow in {where}",
             expected=f"magnitudes of at most {ROOM * 2.0**-fraction_bits:g} with fraction_bits: {fraction_bits}",
             received=f"{peak:.4g}",
-            hint=f"method.fraction_bits: {self.bits}; a smaller learning rate if it grew in training",
+            hint=hint,
         )
 
 

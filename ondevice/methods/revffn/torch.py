@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import CheckpointError, ModelError
-from ondevice.core.session import OpenedNetwork, Session, StepResult
+from ondevice.core.session import OpenedNetwork, Session, StepResult, Weigh
 from ondevice.core.untrusted import read_header, read_object, well_formed
-from ondevice.methods.model_loss import ModelSession
+from ondevice.methods.model_loss import BranchedEvaluation, ModelSession
 from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.export import save_reversible
@@ -27,6 +27,7 @@ from ondevice.models.load import load_tokenizer, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME, as_numpy
 from ondevice.models.sources.resolve import SourceInfo
+from ondevice.nn.cross_entropy import WeighedRows, token_nll
 from ondevice.nn.memory import memory_errors
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ BITS = "fraction_bits"
 """The scale of int32 streams in a checkpoint: a resumed run keeps what its first start chose."""
 
 
-class RevffnSession(Session):
+class RevffnSession(BranchedEvaluation, Session):
     """Training of all parameters by a backward pass through reversible blocks; see `Session`."""
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
@@ -70,11 +71,29 @@ class RevffnSession(Session):
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
         """Run one optimizer step over all rows; see `Session.step`."""
+        loss = float(self._trained(ids, labels, step, learning_rate, None))
+        return StepResult(loss, (loss,))
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step on weighted rows; see `Weighing`."""
+        weighed = WeighedRows(weigh)
+        self._trained(ids, labels, step, learning_rate, weighed)
+        return StepResult(weighed.loss, (weighed.loss,))
+
+    def _trained(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        step: int,
+        learning_rate: float,
+        weighed: WeighedRows | None,
+    ) -> Tensor:
         rate = self._begin(step, learning_rate)
         batch = self._batch(ids, labels)
         with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
-            loss = float(self._train(batch, step, rate))
-        return StepResult(loss, (loss,))
+            return self._train(batch, weighed, step, rate)
 
     def gradients(
         self, ids: np.ndarray, labels: np.ndarray, step: int = 0
@@ -84,11 +103,13 @@ class RevffnSession(Session):
         gradients: Gradients = {}
         return float(self.passes.run(*self._batch(ids, labels), gradients.update)), gradients
 
-    def _train(self, batch: tuple[Tensor, Tensor], step: int, rate: float) -> Tensor:
+    def _train(
+        self, batch: tuple[Tensor, Tensor], weighed: WeighedRows | None, step: int, rate: float
+    ) -> Tensor:
         """One backward pass with updates inside; a norm of the whole gradient takes another pass
         before, or all gradients at once."""
         c = self.config
-        run = self.passes.run
+        run = partial(self.passes.run, weighed=weighed)
         global_clip = c.max_grad_norm is not None and c.clip == "global"
         if c.fused_update and not global_clip:
             return run(*batch, lambda unit: self._update(unit, step, rate))
@@ -146,6 +167,14 @@ class RevffnSession(Session):
         """Compute row losses and token counts of the reversible network; see `Session.evaluate`."""
         nll, count = self.passes.row_nll(*self._batch(ids, labels))
         return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
+
+    def branched_hidden(self, ids: Tensor, position_ids: Tensor, branches: Tensor) -> Tensor:
+        """Compute the reversible network's; see `BranchedEvaluation`."""
+        return self.passes.final_hidden(ids, (position_ids, branches))
+
+    def labels_nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+        """Compute the loss over the vocabulary; see `BranchedEvaluation`."""
+        return token_nll(hidden_ND, self.family.head_weight, labels_N, self.config.loss_tiles)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the trained parameters, the optimizer's state and the streams' scale, as they are;

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.capabilities import (
+    AnyDecoder,
     Classifies,
     DecidesFromMemory,
+    DrivesLoops,
+    LearnsPreferences,
     Offloads,
     OwnPrecision,
     Ranked,
     Refuses,
 )
 from ondevice.core.method import MethodSpec, OpenSession
-from ondevice.methods.slideformer.auto import lanes, resolve_request
+from ondevice.methods.slideformer.auto import lanes, resolve_request, step_s
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY, step_cost
 
@@ -23,6 +26,13 @@ def open_torch() -> OpenSession[SlideformerConfig]:
     from ondevice.methods.slideformer.torch import open_session
 
     return open_session
+
+
+def open_loop() -> type[Any]:
+    """Return the engine of a loop of one's own."""
+    from ondevice.methods.slideformer.loop import Offloaded
+
+    return Offloaded
 
 
 def resolve(request: Any, rates: Any, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
@@ -49,11 +59,14 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: step_cost,
     capabilities=(
-        Offloads(lanes),
+        LearnsPreferences(("torch",)),
+        Offloads(lanes, step_s),
         DecidesFromMemory(resolve),
         Classifies(),
         Ranked(),
         Refuses[SlideformerConfig](lambda asked: asked.config.check_training()),
         OwnPrecision("compute"),
+        DrivesLoops(open_loop),
+        AnyDecoder(tries=True),
     ),
 )

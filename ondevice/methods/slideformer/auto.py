@@ -16,7 +16,11 @@ from ondevice.core.config import size_text
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW
 from ondevice.methods.slideformer.memory import (
     MEMORY,
+    MOMENTUM_BYTES,
     STATE_BYTES,
+    absent_parameters,
+    experts_share,
+    hidden,
     on_ranks,
     resident_parameters,
     step_cost,
@@ -86,6 +90,15 @@ def resolve_request(
     return resolve(config, request.dims, work, room, rates or assumed(request.device, config))
 
 
+def step_s(request: Any, rates: Rates | None) -> tuple[float, str]:
+    """Return the seconds of a step, and the lane that bounds it; see `Offloads`."""
+    config = request.method.fixed()
+    work = Work(request.batch_size, request.length_tokens, request.world)
+    rates = rates or assumed(request.device, config)
+    lanes = lanes_of(request.dims, config, work, rates, FITTED_MATRIX)
+    return _seconds(config, request.dims, work, rates), max(lanes, key=lambda lane: lanes[lane])
+
+
 def assumed(device: Any, config: SlideformerConfig) -> Rates:
     """Return assumed rates: the device's products, PCIe 5.0, host memory of 140 GB/s."""
 
@@ -97,6 +110,7 @@ def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]
     """Every number of resident layers, with and without the tables, each with several windows."""
     exact = config.max_grad_norm is not None
     may = not (exact and config.clip == "global") and config.disk_fraction < 1
+    may = may and config.optimizer != "muon"
     options = []
     for table in (False, True) if may else (False,):
         for layers in range(dims.layers + 1 if may else 1):
@@ -187,12 +201,14 @@ def _why(
     longest = max(lanes, key=lambda lane: lanes[lane])
     need = needed_bytes(config, dims, work)
     tables = "tables and " * config.keeps_tables
+    share = experts_share(dims, config, work.rows * work.length_tokens, work.world)
+    experts = f"; about {share:.0%} of the experts are copied" * (share < 1)
     least = "; all ranks take the least that any of them chose" * (work.world > 1)
     return (
         f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
         f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "
         f"bound by {longest} (compute {lanes['compute']:.3g}, update {lanes['update']:.3g}, "
-        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s){least}"
+        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s){experts}{least}"
     )
 
 
@@ -247,13 +263,14 @@ def _lanes(
     here = resident_parameters(dims, config)
     on_host = max(0, dims.parameters - here)
     layers = max(0, dims.layers - config.kept_layers)
-    again = (
-        max(0, layers - min(config.slots, layers)) * dims.block_parameters
-    )  # fetched for the backward pass, too
+    absent = absent_parameters(dims, config, work.rows * work.length_tokens, work.world)
+    twice = max(0, layers - min(config.slots, layers))  # fetched for the backward pass, too
+    again = twice * (dims.block_parameters - absent)
     # Each rank copies its shard over its own link. Copies and updates of all share the host's
     # memory: what one moves the other waits for.
-    entering = (on_host + again) * item
-    leaving = on_host * item
+    momentum = layers * hidden(dims, config) * MOMENTUM_BYTES[config.moments]
+    entering = (on_host - layers * absent + again) * item + momentum
+    leaving = (on_host - layers * absent) * item + momentum
     ranks = work.world
     memory = rates.parameters_s * moved_bytes(config)
     moved = entering + leaving + 2 * kept * ranks

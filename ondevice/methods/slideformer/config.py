@@ -3,14 +3,13 @@ rate."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from ondevice.core.config import MemorySize
 from ondevice.core.errors import ConfigError
-from ondevice.core.flags import LEARNING_RATE
+from ondevice.core.flags import HOST_MEMORY, LEARNING_RATE
 from ondevice.offload.config import EngineConfig
 
 WINDOW = 3
@@ -30,42 +29,30 @@ class SlideformerConfig(EngineConfig):
     learning_rate: Annotated[float, LEARNING_RATE] = Field(default=1e-5, gt=0)
     """AdamW's learning rate."""
 
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
-
     window: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by the
-    memory of both sides and by the measured rates of this machine; `ondevice plan` shows the
-    choice. The result does not depend on it."""
+    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by
+    memory and measured rates; the result does not depend on it."""
 
     resident_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """The first so many layers keep their masters and moments on the accelerator and are updated
-    there: as many bytes a parameter as on the host, for a shorter boundary between steps and less
-    work on the host."""
+    there."""
 
     resident_tables: bool | Literal["auto"] = "auto"
     """Embedding and output head keep theirs there, too; like layers, not with `clip: global`."""
 
     gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers whose gradients wait in host memory for their update. More of them also hide a slow
-    update behind the next forward pass."""
+    """Layers whose gradients wait in host memory for their update."""
+
+    host_memory_bytes: Annotated[MemorySize, HOST_MEMORY] = Field(default=None, ge=1 << 20)
+    """Most host memory that the run may take, such as 96GiB; None is all that is free. `auto` decides
+    within it, and within `train.memory_limit_bytes` on the GPU."""
 
     activations: Literal["device", "host", "disk"] = "host"
     """Placement of each layer's input until the backward pass."""
 
-    disk_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the layers whose moments are in a file."""
-
-    disk_masters: bool = False
-    """Keep the masters of those layers in a file, too, read a layer ahead; the tables' stay in
-    memory."""
-
-    disk_folder: Path | None = None
-    """Folder of those files, on a local disk; None: a temporary folder."""
-
-    loss_tiles: int = Field(default=1, ge=1)
-    """Vocabulary tiles: ranges of the output head's rows that are on the accelerator one after the
-    other; more than one computes the logits twice."""
+    experts: Literal["auto", "all", "used"] = "auto"
+    """Experts of a mixture that are copied: `used` are those of the batch's tokens, for which each
+    layer waits; `auto` takes these if they are few."""
 
     @property
     def is_auto(self) -> bool:
@@ -115,21 +102,14 @@ class SlideformerConfig(EngineConfig):
         return self.resident_tables is True
 
     @property
-    def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
-        """See `moments`."""
-        return self.moments
+    def fetched_experts(self) -> Literal["auto", "all", "used"]:
+        """See `experts`."""
+        return self.experts
 
     @property
     def uses_disk(self) -> bool:
         """True if states or inputs of layers are on a disk."""
-        return self.disk_fraction > 0 or self.activations == "disk"
-
-    @property
-    def disk_tier(self) -> Path | None:
-        """See `disk_folder`."""
-        if self.disk_fraction > 0:
-            return self.disk_folder or Path(tempfile.gettempdir())
-        return None
+        return super().uses_disk or self.activations == "disk"
 
     def check_training(self) -> None:
         """Refuse settings that exclude each other, `auto` decided, with ConfigError."""
@@ -140,9 +120,4 @@ class SlideformerConfig(EngineConfig):
                 expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",
                 received=f"resident_layers: {self.kept_layers}, resident_tables: {self.keeps_tables}",
             )
-        if self.disk_masters and not self.disk_fraction:
-            raise ConfigError(
-                "masters go to the disk with the moments of their layers, but no moments do",
-                expected="disk_fraction above 0, or disk_masters: false",
-                received="disk_masters: true, disk_fraction: 0",
-            )
+        super().check_training()

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction, StepCost
-from ondevice.methods.step_model import forward_flops, head_flops, passes_bytes
-from ondevice.offload.config import ITEM_BYTES
+from ondevice.methods.step_model import (
+    forward_flops,
+    head_flops,
+    mlp_again_flops,
+    passes_bytes,
+)
+from ondevice.offload.config import ITEM_BYTES, copied_share
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -14,13 +19,50 @@ if TYPE_CHECKING:
 
 STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
 """Master and moments, bytes a parameter, by `moments`."""
+MOMENTUM_SLOTS = 2
+MOMENTUM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 0}
+MUON_BYTES = {"float32": 8.0, "bfloat16": 6.0}
+"""Master and momentum of a layer's matrix under Muon, likewise; int8 is refused."""
 GRADIENT_SLOTS = 2
+
+
+def hidden(dims: ModelDims, config: SlideformerConfig) -> int:
+    """Return the parameters of a layer that Muon updates."""
+    return dims.matrices_of_block * (config.optimizer == "muon")
+
+
+def saved_bytes(dims: ModelDims, config: SlideformerConfig) -> float:
+    """Return the bytes of states that Muon saves compared with AdamW."""
+    if config.optimizer != "muon" or config.moments == "int8":
+        return 0.0
+    each = STATE_BYTES[config.moments] - MUON_BYTES[config.moments]
+    return each * dims.layers * hidden(dims, config)
 
 
 def resident_parameters(dims: ModelDims, config: SlideformerConfig) -> int:
     """Return the parameters whose masters and moments are on the accelerator."""
     tables = config.keeps_tables * dims.vocab * dims.hidden * (2 - dims.tied)
     return min(config.kept_layers, dims.layers) * dims.block_parameters + tables
+
+
+def experts_share(dims: ModelDims, config: SlideformerConfig, tokens: int, world: int = 1) -> float:
+    """Return the part of a mixture's experts that is expected to be copied in a pass of so many
+    tokens."""
+    if world > 1 or config.optimizer == "muon":
+        return 1.0
+    chosen = getattr(dims, "active_experts", 0)
+    return copied_share(config.experts, dims.experts, chosen, tokens)
+
+
+def absent_parameters(
+    dims: ModelDims, config: SlideformerConfig, tokens: int, world: int = 1
+) -> float:
+    """Return the parameters of a layer that are not copied: experts without tokens."""
+    share = experts_share(dims, config, tokens, world)
+    if share == 1:
+        return 0.0
+    idle = 1 - getattr(dims, "active_experts", 0) / dims.experts  # for a single token
+    return (1 - share) * (dims.matrices - dims.active_matrices) / idle / dims.layers
 
 
 def _here_bytes(config: SlideformerConfig) -> float:
@@ -53,6 +95,7 @@ def memory(
         "head": tables * rows * dims.hidden * item,
         "noise": 0,
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
+        "momentum": MOMENTUM_SLOTS * hidden(dims, config) * MOMENTUM_BYTES[config.moments],
         "resident states": int(_here_bytes(config) * resident_parameters(dims, config)),
     }
     return {part: size for part, size in parts.items() if size or part == "noise"}
@@ -107,7 +150,10 @@ def host_memory(
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
         "masters and moments": int(
-            STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk - 4 * cold
+            STATE_BYTES[config.moments] * (dims.parameters - resident)
+            - on_disk
+            - 4 * cold
+            - saved_bytes(dims, config)
         ),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + tables * table) * item,
@@ -155,4 +201,18 @@ def step_cost(
     forward = forward_flops(dims, batch_size, length_tokens)
     head = head_flops(dims, batch_size, length_tokens)
     heads = 3 * head * (1 if config.loss_tiles == 1 else 4 / 3)
-    return StepCost(4 * forward + heads, 3 * weight_bytes, config.compute)
+    work = 4 * forward + heads + orthogonal_flops(dims, config)
+    work += mlp_again_flops(dims, config, batch_size, length_tokens)
+    return StepCost(work, 3 * weight_bytes, config.compute)
+
+
+def orthogonal_flops(dims: ModelDims, config: SlideformerConfig) -> float:
+    """Return operations of Muon's products: of a matrix with the shorter side m and the longer n
+    five times (2 m + 2 n) m^2 for its squares and cubes, and 2 n m^2 for the rest."""
+    if config.optimizer != "muon":
+        return 0.0
+    total = 0.0
+    for linear in (*dims.linear_list, *dims.expert_list):
+        short, long = sorted((linear.inputs, linear.outputs))
+        total += linear.experts * 5 * (4.0 * long + 2.0 * short) * short**2
+    return total

@@ -1,174 +1,28 @@
-"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers,
-gradients leave as soon as they are there, and the host updates a layer while the accelerator
-computes the next.
-
-A step goes through the layers once, up and down. All micro-batches pass a layer while it is there,
-so accumulation costs no transfers, and gradients accumulate on the accelerator. Between two steps
-only the embedding's rows of the batch and layer 0 are waited for.
-
-Its session adds a state for checkpoints, and the trained weights; of ranks, each one's shard."""
+"""SlideFormer's session: `OffloadEngine` over all parameters, a state for checkpoints, and the
+trained weights; of ranks, each one's shard."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ondevice.artifact.together import make, write_parts
-from ondevice.core.errors import StorageError
 from ondevice.core.session import OPTIMIZER_STEP, HoldsState
 from ondevice.methods import ranked_session
-from ondevice.methods.slideformer.disk import Disk, open_disk
-from ondevice.methods.slideformer.store import TieredStore
-from ondevice.methods.slideformer.updater import Updater
-from ondevice.methods.slideformer.window import Window
-from ondevice.models.save import FILE_NAME, as_numpy, save_description, save_weights
+from ondevice.models.save import as_numpy, save_weights
 from ondevice.nn.memory import memory_errors
-from ondevice.offload.engine import EngineSession, OffloadEngine, host_threads, join
-from ondevice.offload.passes import Passes
-from ondevice.offload.transfers import Activations
+from ondevice.offload.engine import OffloadEngine
+from ondevice.offload.session import EngineSession, join
 from ondevice.offload.units import SINGLE, Ranks, unit_key
-from ondevice.offload.worker import Task, Worker
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.models import Family, LoadedModel
+    from ondevice.models import LoadedModel
     from ondevice.offload.units import Arrays
-
-
-class SlideformerEngine(OffloadEngine):
-    """Full-parameter AdamW steps of a model that is larger than the accelerator.
-
-    Args:
-        family: the model on the CPU; its parameters' values move into the engine.
-        config: sizes and precisions.
-        device: `cpu`, `cuda` or `cuda:N`.
-        ranks: those that train together. All make the same calls with the same batches; a step
-            computes this rank's rows of its batch, and so does an evaluation.
-
-    Raises:
-        StorageError: host memory cannot be locked, or the disk tier does not fit.
-        MissingPackageError: the C++ update is asked for and cannot be compiled.
-    """
-
-    config: SlideformerConfig
-
-    def __init__(
-        self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE
-    ) -> None:
-        config.check_training()
-        super().__init__(family, config, device, ranks)
-        self.last: Task | None = None
-        self.disk: Disk | None = None
-        if config.uses_disk:
-            self.disk = open_disk(self.units, config, self.device, self.timeline, self.watch, ranks)
-        self.transfers = Worker("transfer", self.watch)
-        self.updates = Worker("update", self.watch)
-        try:
-            self._allocate(family)
-        except BaseException:  # no file and no thread stays where memory does not suffice
-            self.close()
-            raise
-
-    def _allocate(self, family: Family) -> None:
-        config = self.config
-        ranks = self.ranks
-        states = inputs = None
-        if self.disk is not None:
-            states = self.disk.states
-            inputs = self.disk.activations
-        self.store = TieredStore(self.units, config, self.device, states, ranks)
-        shared = (self.units, self.store, config, self.device, self.timeline)
-        threads = config.threads or host_threads(self.device.type, ranks.sharing)
-        self.updater = Updater(*shared, self.updates, self.watch, threads, states)
-        self.window = Window(*shared, self.transfers, self.updater)
-        self._meet_ranks(self.window.transfers, (self.transfers, self.updates))
-        self.activations = Activations(self.device, self.timeline, config.activations, inputs)
-        ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
-        self.passes = Passes(family, *ahead, self.where, self.liger)
-        self.total = self.device.pinned(1, torch.float32)
-
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled
-        token.
-
-        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for
-        them.
-
-        Raises:
-            DataError: no token of the batch is labelled.
-            ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs, and the message names the layer; or a step failed
-                before.
-        """
-        count = self._labelled(labels)
-        every = ids
-        rows = self.ranks.rows(len(ids))
-        self._open(True)
-        self.updater.clipping.begin(step, learning_rate)
-        ids = ids[rows]
-        labels = labels[rows]
-        micro_batches = self._micro_batches(ids)
-        h = self.passes.forward(ids, micro_batches, keep=True, every=every)
-        for unit in (
-            self.store.resident.units
-        ):  # no fetch waits for their norms, which clipping needs from here on
-            self.updater.wait(unit)
-        with self.watch.whole("the step"):  # gradients leave, and updates begin
-            gradients, total = self.passes.head(
-                h, [labels[rows] for rows in micro_batches], 1.0 / count
-            )
-            summed = self.window.all_reduce_total(total.reshape(1), self.total)
-            self.passes.backward(gradients, ids, micro_batches)
-            known = summed()
-            self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
-        known.wait()
-        return float(self.total) / count
-
-    def load(self, arrays: Arrays) -> None:
-        """Take back what `arrays` of all ranks' stores and the norms gave; the engine is at rest.
-
-        Raises:
-            CheckpointError: naming the first array that is missing or of another size or type.
-        """
-        self.store.load(arrays)
-        self.updater.loaded()
-        self.updater.clipping.restore(arrays)
-
-    def flush(self) -> None:
-        """Wait until all updates are done: the host then has the state after the last step."""
-        if self.last is not None:
-            self.last.wait()
-        self.updater.flush()
-        self.device.synchronize()
-        self.watch.check()
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the engine: states, gradient and conversion buffers, activations."""
-        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.window.bytes
-
-    def close(self) -> None:
-        """End the threads and unlock the host memory; a hanging thread ends with the process."""
-        if self.overdue is not None:
-            self.overdue.close()
-        if all([worker.close() for worker in (self.transfers, self.updates)]):
-            if self.disk is not None:
-                self.disk.close()
-            self.device.close()
-
-    def _open(self, step: bool) -> bool:
-        """Begin a pass, once the last one has been put into the queues."""
-        self.watch.check()
-        if self.last is not None:
-            self.last.wait()
-            self.last = None
-        return super()._open(step)
-
 
 WINDOW_HINT = "method.window: 2, method.loss_tiles: 4; `ondevice plan` lists what each part needs"
 STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevice plan` lists what each part needs"
@@ -177,16 +31,14 @@ STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevic
 class SlideformerSession(EngineSession, HoldsState):
     """AdamW over all parameters of a model that need not fit the accelerator; see `Session`."""
 
-    engine: SlideformerEngine
+    engine: OffloadEngine
     step_hint = STEP_HINT
 
     def __init__(
         self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE
     ) -> None:
         with memory_errors("the window of layers and the output head", WINDOW_HINT):
-            super().__init__(
-                loaded, config, SlideformerEngine(loaded.family, config, device, ranks)
-            )
+            super().__init__(loaded, config, OffloadEngine(loaded.family, config, device, ranks))
         self.unwritten: Counter[str] = Counter()
 
     def state(self) -> dict[str, np.ndarray]:
@@ -234,6 +86,19 @@ class SlideformerSession(EngineSession, HoldsState):
         if not self.ranks.single:
             self.engine.window.gather_resident()
 
+    def weight_parts(
+        self, arrays: dict[str, torch.Tensor] | None
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield this rank's parts of the parameters, out of `arrays` or as they are now; see
+        `EngineSession.weight_parts`."""
+        store = self.engine.store
+        return store.weight_parts(store.flats() if arrays is None else arrays)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Type of the weights in a model's file."""
+        return torch.bfloat16 if self.engine.store.split else torch.float32
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the trained parameters by name, views; bfloat16 if computed in it. Only for one
         process: no rank has the parameters of all."""
@@ -241,53 +106,11 @@ class SlideformerSession(EngineSession, HoldsState):
         return self.engine.store.weights(self.engine.store.flats())
 
 
-class RankedSession(SlideformerSession):
-    """One of several ranks: each writes its own shard, of the model into one file, of the state
-    into its own."""
-
-    def make_model(self, folder: Path) -> None:
-        """Make the model's folder, with room for what `write_model` writes on every rank."""
-        folder.mkdir(parents=True, exist_ok=True)
-        make(folder / FILE_NAME, *self._weights)
-        dtype = torch.float32
-        if self.engine.store.split:
-            dtype = torch.bfloat16
-        save_description(folder, dtype, self.loaded)
-
-    def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
-        """Write this rank's shard of the weights, out of `arrays` or as they are now.
-
-        Raises:
-            StorageError: rank 0's folder is not visible here, or the disk fails.
-        """
-        store = self.engine.store
-        parts = store.weight_parts(store.flats() if arrays is None else arrays)
-        try:
-            write_parts(
-                folder / FILE_NAME,
-                *self._weights,
-                ((name, at, as_numpy(t)) for name, at, t in parts),
-            )
-        except OSError as error:
-            raise StorageError(
-                f"rank {self.ranks.rank} cannot write {folder / FILE_NAME}: {error.strerror}",
-                hint="train.out must be in a file system that all hosts of the run share",
-            ) from error
-
-    @property
-    def _weights(self) -> tuple[dict[str, tuple[int, ...]], str]:
-        """Shapes of all parameters, and their type in the file."""
-        pieces = (piece for unit in self.engine.units.all for piece in unit.pieces)
-        return {
-            piece.name: piece.shape for piece in pieces
-        }, "BF16" if self.engine.store.split else "F32"
-
-
-class Leader(ranked_session.Leader, RankedSession):
+class Leader(ranked_session.Leader, SlideformerSession):
     """Rank 0's session."""
 
 
-class Follower(ranked_session.Follower, RankedSession):
+class Follower(ranked_session.Follower, SlideformerSession):
     """Another rank's session."""
 
 

@@ -16,11 +16,14 @@ from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.any_dims import AnyDims, dims_of_config, dims_of_model, find_blocks
 from ondevice.models.families.base import Family, refuse_quantised
+from ondevice.models.families.vision import SeenPicture, with_pictures
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+    from ondevice.data.pictures import Pictures
 
 PROBE_TOKENS = 6
 PROBE_LOGITS = 60.0
@@ -39,6 +42,8 @@ class AnyDecoder(Family):
 
     def __init__(self, model: PreTrainedModel, trait: str = "") -> None:
         self.model: Any = model
+        self.pictures: Pictures | None = None
+        self._seen: dict[int, SeenPicture] = {}
         self.dims = replace(dims_of_model(model, model.config.to_dict()), trait=trait)
 
     @classmethod
@@ -106,13 +111,16 @@ class AnyDecoder(Family):
         """
         if mask is not None or position_ids is not None:
             raise self.dims.unknown("a mask of one's own")
-        if self._head_is_plain:
-            return self.model.base_model(input_ids=ids, use_cache=False)[0]
-        return self.model(input_ids=ids, use_cache=False).logits
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.pictures is not None and self.pictures.any:
+            inputs = with_pictures(self.model, self.pictures, ids, self._seen)
+        if self.head_is_plain:
+            return self.model.base_model(**inputs, use_cache=False)[0]
+        return self.model(**inputs, use_cache=False).logits
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
         """Return `cross_entropy.token_nll` of what `hidden` gave."""
-        if self._head_is_plain:
+        if self.head_is_plain:
             return super().token_nll(hidden_ND, labels_N, tiles)
         import torch
         from torch.nn import functional as F
@@ -129,7 +137,7 @@ class AnyDecoder(Family):
 
     def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
         """Compute it from logits if the head is more than a product."""
-        if self._head_is_plain:
+        if self.head_is_plain:
             return super().answer_nll(hidden_ND, places_N, answers_A)
         return self.token_nll(hidden_ND[:, answers_A], places_N, 1)
 
@@ -140,7 +148,7 @@ class AnyDecoder(Family):
         Raises:
             ModelError: naming the first layer that is not called.
         """
-        _ = self._head_is_plain  # asked now, while the layers are the model's own
+        _ = self.head_is_plain  # asked now, while the layers are the model's own
         called: set[str] = set()
 
         def watch(name: str) -> Any:
@@ -174,7 +182,7 @@ class AnyDecoder(Family):
             return self.model(input_ids=ids, use_cache=False).logits
 
     @cached_property
-    def _head_is_plain(self) -> bool:
+    def head_is_plain(self) -> bool:
         """True if logits are the base model's hidden states times one matrix: no bias, scale or
         soft cap.
 
@@ -221,6 +229,13 @@ class AnyDecoder(Family):
                 return False
             expected = head(hidden * (PROBE_LOGITS / logits.abs().max()))
         return bool((large - expected).abs().max() <= 1e-3 * PROBE_LOGITS)
+
+
+def as_whole(family: Family) -> Family:
+    """Return the family, or its model run whole if blocks hand on more than the residual stream."""
+    if not family.dims.traits.hands_on:
+        return family
+    return AnyDecoder(family.model)
 
 
 def _probe_ids(vocab: int) -> Tensor:

@@ -13,8 +13,14 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from ondevice.core.dims import EXPERT_PARAMETERS, Linear, ModelDims, is_expert_parameter
-from ondevice.core.errors import ModelError, Need
+from ondevice.core.errors import MissingPackageError, ModelError, Need
 from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.towers import (
+    auto_class,
+    check_decodes,
+    config_object,
+    language_model,
+)
 
 ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",
@@ -42,6 +48,7 @@ class AnyDims(ModelDims):
         experts_refused: why there are experts, and none found.
         parameter_count: of the whole model, tied ones once; `block_counts` of each block.
         matrix_count: of all matrices in the blocks, experts included.
+        active_experts: of `experts`, those that a token passes through.
         guessed: sentences on sizes that the configuration does not say.
         trait: what a family of this type does not do, in its words; empty if no family has this
             type.
@@ -56,6 +63,7 @@ class AnyDims(ModelDims):
     block_counts: tuple[int, ...] = ()
     matrix_count: int = 0
     active_count: int = 0
+    active_experts: int = 0
     guessed: tuple[str, ...] = ()
     trait: str = ""
 
@@ -137,35 +145,29 @@ class AnyDims(ModelDims):
 @lru_cache(maxsize=16)
 def dims_of_config(config: str, where: str) -> AnyDims:
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = json.loads(config)
     try:
         with quiet_transformers(), torch.device("meta"):
-            kind = CONFIG_MAPPING[values["model_type"]]
-            built = kind.from_dict(_with_floats(values))
-            model = AutoModelForCausalLM.from_config(built)
+            built = config_object(values)
+            check_decodes(built, where)
+            model = auto_class(values["model_type"]).from_config(built)
+    except ModelError:
+        raise
+    except ImportError as error:  # a tower may be another package's
+        raise MissingPackageError(
+            f"{where}: transformers needs another package for this {values['model_type']} model",
+            received=str(error).strip().splitlines()[0],
+            hint="install it, or choose a checkpoint of the text model",
+        ) from None
     except Exception as error:  # whatever transformers raises about a configuration
         raise ModelError(
             f"{where}: transformers cannot build this {values.get('model_type')} model",
-            expected="a configuration that AutoModelForCausalLM builds",
+            expected="a configuration that transformers builds a decoder of",
             received=f"{type(error).__name__}: {str(error).strip()[:300]}",
             hint="check config.json, or copy it again",
         ) from None
     return dims_of_model(model, values)
-
-
-def _with_floats(value: Any) -> Any:
-    """Undo what transformers writes for a number that JSON does not have: {"__float__":
-    "Infinity"}."""
-    if isinstance(value, dict):
-        if set(value) == {"__float__"}:
-            return float(str(value["__float__"]).replace("Infinity", "inf"))
-        return {key: _with_floats(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_floats(item) for item in value]
-    return value
 
 
 def find_blocks(model: Any) -> tuple[str, Any]:
@@ -176,11 +178,12 @@ def find_blocks(model: Any) -> tuple[str, Any]:
     """
     from torch import nn
 
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    inside = set(language_model(model).modules())
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
+        if isinstance(module, nn.ModuleList) and module in inside
     ]
     if not lists:
         raise ModelError(f"no list of blocks was found in a {model.config.model_type} model")
@@ -196,7 +199,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    text = model.config.get_text_config()
+    text = model.config.get_text_config(decoder=True)
     _, blocks = find_blocks(model)
     linears = []
     for name, module in blocks.named_modules():
@@ -272,6 +275,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
         block_counts=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         matrix_count=matrices,
         active_count=int(matrices - expert_numbers * (1 - share)),
+        active_experts=chosen if experts and expert_numbers else 0,
         guessed=tuple(guessed),
     )
 

@@ -8,7 +8,7 @@ Importing this module loads neither torch nor transformers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -143,6 +143,18 @@ def read_size(config: dict[str, Any], field: str, where: str, default: int | Non
     return value
 
 
+def check_layer_types(
+    types: Collection[str], kinds: Collection[str], layers: int, where: str
+) -> None:
+    """Refuse a `layer_types` that has not one of `kinds` for each layer, by UnknownTrait."""
+    if len(types) != layers or set(types) - set(kinds):
+        raise UnknownTrait(
+            f"{where}: field 'layer_types'",
+            expected=f"{layers} of {' and '.join(kinds)}",
+            received=", ".join(sorted(map(str, set(types)))),
+        )
+
+
 def _rope(
     config: dict[str, Any], where: str, types: tuple[str, ...], partial: bool
 ) -> tuple[float, str]:
@@ -176,6 +188,14 @@ class Family(GGUFFamily):
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
     }
 
+    input_tensors: ClassVar[tuple[str, ...]] = ()
+    """Of the layers' inputs (`BlockTraits.layer_input`): the tokens' embeddings for all layers, the
+    projection of their embedding, and the factor of its norm."""
+    last_norm: ClassVar[str] = "model.norm"
+    stores_inputs_first: ClassVar[bool] = False
+    """Its linear layers' weights are [inputs, outputs]."""
+    """The norm before the head, by its full name."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model  # transformers' parts are not typed per architecture
         self.dims = self.dims_from_config(model.config.to_dict())
@@ -195,24 +215,40 @@ class Family(GGUFFamily):
         return sizes
 
     @classmethod
+    def mlx_lm_fields(cls, dims: ModelDims) -> dict[str, Any]:
+        """Return fields of a `config.json` that mlx-lm reads, and transformers writes otherwise."""
+        return {}
+
+    @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
         """Map every weight's name in transformers to its shape, without a tied head."""
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (dims.vocab, dims.hidden)
         }
         for i in range(dims.layers):
-            for place, module in dims.traits.norms:
-                shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place),)
-            for target in cls.linear_targets:
-                inputs, outputs = dims.linear_shape(target)
-                name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
-                shapes[f"{name}.weight"] = (outputs, inputs)
-                if dims.linear_bias(target):
-                    shapes[f"{name}.bias"] = (outputs,)
-        shapes["model.norm.weight"] = (dims.hidden,)
+            for place, module in dims.traits.norms_of(i):
+                shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place, i),)
+            for name, shape in dims.mixer_tensors(i).values():
+                shapes[f"model.layers.{i}.{name}"] = shape
+            for one in dims.block_linears(i).values():
+                name = cls.weight_path(i, one.target)
+                shapes[f"{name}.weight"] = (one.outputs, one.inputs)
+                if dims.linear_bias(one.target):
+                    shapes[f"{name}.bias"] = (one.outputs,)
+        shapes[f"{cls.last_norm}.weight"] = (dims.hidden,)
         if not dims.tied:
             shapes["lm_head.weight"] = (dims.vocab, dims.hidden)
         return shapes
+
+    @classmethod
+    def weight_path(cls, i: int | str, target: str) -> str:
+        """Return the full name of linear layer `target` of block `i`, in the files of transformers."""
+        return f"model.layers.{i}.{_within(cls.linear_parents[target], target)}"
+
+    def targets(self, i: int) -> tuple[str, ...]:
+        """Return those of `linear_targets` that block `i` has."""
+        own = {one.target for one in self.dims.block_linears(i).values()}
+        return tuple(target for target in self.linear_targets if target in own)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -286,7 +322,7 @@ class Family(GGUFFamily):
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head: [B, T, hidden]."""
-        return self.model.model.norm(h)
+        return self.model.get_submodule(self.last_norm)(h)
 
     def padding_mask(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the blocks' mask of rows int64 [B, T] padded on the right; None for the causal
@@ -300,15 +336,16 @@ class Family(GGUFFamily):
 
     def linear(self, i: int, target: str) -> nn.Module:
         """Return linear layer `target` of block `i`, or the module that replaces it."""
-        return getattr(getattr(self.layer(i), self._parent(target)), target)
+        return self.layer(i).get_submodule(_within(self._parent(target), target))
 
     def set_linear(self, i: int, target: str, module: nn.Module) -> None:
         """Replace that linear layer by `module`."""
-        setattr(getattr(self.layer(i), self._parent(target)), target, module)
+        parent, _, name = _within(self._parent(target), target).rpartition(".")
+        setattr(self.layer(i).get_submodule(parent), name, module)
 
     def linear_name(self, i: int, target: str) -> str:
         """Return the full name of that linear layer, as in PEFT adapters and state dictionaries."""
-        return f"model.layers.{i}.{self._parent(target)}.{target}"
+        return f"model.layers.{i}.{_within(self._parent(target), target)}"
 
     def module(self, name: str) -> nn.Module:
         """Return a linear layer, or what replaces it, by its full name."""
@@ -339,19 +376,24 @@ class Family(GGUFFamily):
 
     def takes_branches(self, length: int) -> bool:
         """Return whether `branched_hidden` takes sequences of so many tokens: no window of
-        attention, which counts tokens of the sequence, hides one of them."""
-        return length <= self.dims.traits.shortest_window(length)
+        attention, which counts tokens of the sequence, hides one of them, and no convolution
+        reads another branch."""
+        traits = self.dims.traits
+        return not traits.mixers and length <= traits.shortest_window(length)
 
     def branched_hidden(self, ids: Tensor, position_ids: Tensor, branches: Tensor) -> Tensor:
         """Compute `hidden` of prompts with their continuations, each int64 [B, T]; see
         `core.session.Branching`."""
+        h = self.embed(ids, position_ids)
+        return self._through_blocks(h, *self.branched(h, position_ids, branches))
+
+    def branched(self, h: Tensor, position_ids: Tensor, branches: Tensor) -> tuple[Any, Tensor]:
+        """Return what blocks take for prompts with their continuations; see `packed`."""
         from ondevice.nn.row_mask import branch_mask, of_rows
 
-        h = self.embed(ids, position_ids)
-        length = int(position_ids.max()) + 1
-        tables: Any = self.positions(length, h.device, h.dtype)
-        position: Any = tuple(of_rows(table, position_ids) for table in tables)
-        return self._through_blocks(h, position, branch_mask(branches, h.dtype))
+        tables: Any = self.positions(int(position_ids.max()) + 1, h.device, h.dtype)
+        position = tuple(of_rows(table, position_ids) for table in tables)
+        return position, branch_mask(branches, h.dtype)
 
     def hidden(
         self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -372,15 +414,13 @@ class Family(GGUFFamily):
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
         """Compute labels' negative log likelihood; see `ondevice.nn.cross_entropy.token_nll`."""
-        from ondevice.nn.cross_entropy import token_nll
-
-        return token_nll(hidden_ND, self.head_weight, labels_N, tiles)
+        cap = self.dims.traits.logit_cap
+        return _token_nll(hidden_ND, self.head_weight, labels_N, tiles, cap)
 
     def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
         """Compute it among the tokens int64 [A]; `places_N` indexes them, and -100 is ignored."""
-        from ondevice.nn.cross_entropy import token_nll
-
-        return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)
+        cap = self.dims.traits.logit_cap
+        return _token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1, cap)
 
     def _through_blocks(self, h: Tensor, position: Any, mask: Tensor | None) -> Tensor:
         for i in range(self.dims.layers):
@@ -393,6 +433,17 @@ class Family(GGUFFamily):
                 "unknown linear layer", expected=", ".join(self.linear_targets), received=target
             )
         return self.linear_parents[target]
+
+
+def _token_nll(hidden_ND: Tensor, head: Tensor, labels_N: Tensor, tiles: int, cap: float) -> Tensor:
+    from ondevice.nn.cross_entropy import token_nll
+
+    return token_nll(hidden_ND, head, labels_N, tiles, cap)
+
+
+def _within(parent: str, target: str) -> str:
+    """Return a linear layer's path in its block; without a parent the target says it."""
+    return f"{parent}.{target}" if parent else target
 
 
 def dims_of(family: type[Family], config: dict[str, Any], where: str) -> ModelDims:

@@ -1,8 +1,8 @@
-"""Encoders with a classification head: RoBERTa, XLM-RoBERTa, CamemBERT, transformers'
+"""Encoders with a classification head: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, transformers'
 `ForSequenceClassification`.
 
 To everything that trains a decoder it is one whose head has a row for each class: what the head
-says at the first token (`<s>`) is compared with the label behind it, so a row's class stands at the
+says at the first token (`<s>`, `[CLS]`) is compared with the label behind it, so a row's class stands at the
 second place of its labels (`ondevice.data.encode`). Blocks see both sides, and a mask hides the
 padding.
 """
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-HEAD = "classifier."
+HEAD = ("classifier.", "bert.pooler.")
 """How names of the head's weights begin; a masked language model has none of them."""
+_COUNTED_FROM_0 = ("bert",)
+"""Types whose first position is row 0 of their table; others leave rows for the padding token."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class ClassifierDims(ModelDims):
     type_vocab: int = 1
     first_position: int = 2
 
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+    def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each linear layer of a block."""
         square = (self.hidden, self.hidden)
         return {
@@ -51,8 +52,7 @@ class ClassifierDims(ModelDims):
             "output.dense": (self.intermediate, self.hidden),
         }
 
-    @property
-    def block_parameters(self) -> int:
+    def _block_parameters(self, layer: int) -> int:
         """Parameters of one block: matrices and their biases, and two norms with theirs."""
         return (
             sum(inputs * outputs + outputs for inputs, outputs in self.linear_shapes.values())
@@ -72,6 +72,7 @@ class Classifier(Family):
 
     model_type = "roberta"
     linear_targets = ()
+    dims: ClassifierDims
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -89,6 +90,8 @@ class Classifier(Family):
             )
         labels = config.get("id2label")
         first = int(config.get("pad_token_id", 1)) + 1
+        if config["model_type"] in _COUNTED_FROM_0:
+            first = 0
         return ClassifierDims(
             family=str(config["model_type"]),
             layers=read_size(config, "num_hidden_layers", where),
@@ -130,8 +133,8 @@ class Classifier(Family):
         return self.model.base_model.encoder.layer[i]
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Add positions, counted from behind the padding token's number, and the first token type;
-        then the norm.
+        """Add positions, counted from `dims.first_position`, and the first token type; then the
+        norm.
 
         Raises:
             ModelError: the sequence is longer than the table of positions.
@@ -147,7 +150,7 @@ class Classifier(Family):
                 received=f"{length} tokens",
                 hint=f"set data.max_length_tokens to {self.dims.max_positions} or less",
             )
-        first = parts.padding_idx + 1
+        first = self.dims.first_position
         at = torch.arange(first, first + length, device=rows.device)
         types = parts.token_type_embeddings.weight[0]
         return parts.LayerNorm(rows + types + parts.position_embeddings.weight[at])
@@ -199,7 +202,11 @@ class Classifier(Family):
 
     def logits(self, first_ND: Tensor) -> Tensor:
         """Return what the head says of first tokens: [N, hidden] -> float32 [N, classes]."""
-        return self.model.classifier(first_ND[:, None]).float()
+        first = first_ND[:, None]
+        pooler = self.model.base_model.pooler  # BERT's; RoBERTa's head has such a layer inside
+        if pooler is not None:
+            first = pooler(first)
+        return self.model.classifier(first).float()
 
     def class_nll(self, first_ND: Tensor, classes_N: Tensor) -> Tensor:
         """Return negative log likelihood of classes int64 [N], float32 [N]; 0 for class -100."""

@@ -33,8 +33,7 @@ class Gpt2Dims(ModelDims):
 
     gated: ClassVar[bool] = False
 
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+    def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each of `Gpt2.linear_targets`, as the weights are stored too."""
         return {
             "attn.c_attn": (self.hidden, 3 * self.hidden),
@@ -54,10 +53,9 @@ class Gpt2Dims(ModelDims):
         """Return the projection to queries, keys and values, as PEFT takes it."""
         return ("c_attn",)
 
-    @property
-    def block_parameters(self) -> int:
+    def _block_parameters(self, layer: int) -> int:
         """Parameters of one block: the two norms have biases."""
-        return super().block_parameters + 2 * self.hidden
+        return super()._block_parameters(layer) + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -70,6 +68,7 @@ class Gpt2(Family):
     """Layer norms, learned positions that `place` adds, and an MLP of two matrices."""
 
     model_type = "gpt2"
+    stores_inputs_first = True
     linear_targets = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     linear_parents = {
         "attn.c_attn": "attn",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.families.base import Family, UnknownTrait, read_size
+from ondevice.models.families.base import Family, check_layer_types, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,9 @@ class TraitFamily(Family):
         self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None
     ) -> Tensor:
         """Compute block `i`, as `Family.block` does."""
+        if self.dims.traits.mixers:
+            h = h + self.attention_branch(i, h, position, mask)
+            return h + self.mlp_branch(i, h)
         layer: Any = self.layer(i)
         mask = self._mask(i, h, mask)
         left = layer(h, position_embeddings=self.layer_position(i, position), attention_mask=mask)
@@ -63,6 +66,14 @@ class TraitFamily(Family):
             self._normed(layer, "after_mlp", layer.mlp(self._normed(layer, "before_mlp", h)))
         )
 
+    def packed(self, h: Tensor, position_ids: Tensor) -> tuple[Any, Tensor]:
+        """Return what `Family.packed` does; for mixers that are not attention each token's place in
+        its row is behind the tables: they begin again at a row's first token."""
+        position, mask = super().packed(h, position_ids)
+        if self.dims.traits.mixers:
+            position = (*position, position_ids)
+        return position, mask
+
     def _mask(self, i: int, h: Tensor, mask: Tensor | None) -> Tensor | None:
         """`mask` combined with the layer's window, if that hides something."""
         window = self.dims.traits.window(i)
@@ -86,7 +97,7 @@ class TraitFamily(Family):
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head, with the factor of the logits: [B, T, hidden]."""
-        normed = self.model.model.norm(h)
+        normed = super().final_norm(h)
         scale = self.dims.traits.logit_scale
         if scale == 1.0:
             return normed
@@ -111,12 +122,6 @@ def sliding_windows(config: dict[str, Any], layers: int, where: str) -> tuple[in
     types = config.get("layer_types")
     if not types or "sliding_attention" not in types or config.get("sliding_window") is None:
         return ()
-    if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
-        expected = f"{layers} of sliding_attention and full_attention"
-        raise UnknownTrait(
-            f"{where}: field 'layer_types'",
-            expected=expected,
-            received=", ".join(sorted(set(types))),
-        )
+    check_layer_types(types, ("sliding_attention", "full_attention"), layers, where)
     window = read_size(config, "sliding_window", where)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

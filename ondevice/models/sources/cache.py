@@ -1,13 +1,12 @@
 """Models that were converted once: a folder of safetensors with a record of every file's SHA-256.
 
-They are in `$ONDEVICE_CACHE/models`, else in `ondevice/models` of `$XDG_CACHE_HOME` or `~/.cache`.
+They are in the cache's folder `models`.
 A folder there is whole or absent; processes that want the same model wait for the first.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
 from ondevice.core.errors import MissingPackageError, ModelError, StorageError
-from ondevice.core.paths import expanded
+from ondevice.core.process import cache_root
 from ondevice.core.untrusted import inside, read_json
 
 RECORD_NAME = "ondevice-model.json"
@@ -41,14 +40,6 @@ class Record:
     origin: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = RECORD_VERSION
-
-
-def cache_root() -> Path:
-    """Return the cache's folder; it is not created."""
-    if own := os.environ.get("ONDEVICE_CACHE"):
-        return expanded(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return expanded(base or "~/.cache", hint="set HOME or ONDEVICE_CACHE") / "ondevice"
 
 
 def find(key: str) -> Path | None:

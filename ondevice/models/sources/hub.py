@@ -20,6 +20,7 @@ from ondevice.models.sources.cache import missing
 _asked: tuple[float, bool] | None = None
 """When the hub was asked last, and whether it took a connection."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CONNECT_S = 0.8
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT = ["original/*", "consolidated*", "onnx/*", "*.bin.index.json"]
 
@@ -88,7 +89,7 @@ def incomplete(error: ModelError, source: str, revision: str | None) -> ModelErr
     )
 
 
-def reachable(within_s: float = 0.8) -> bool:
+def reachable() -> bool:
     """Return True if the hub, or the proxy before it, takes a connection within a moment.
 
     huggingface_hub itself tries for half a minute before it looks into its cache. The answer is
@@ -102,9 +103,9 @@ def reachable(within_s: float = 0.8) -> bool:
     now = time.monotonic()
     if _asked is None or now - _asked[0] > 60:
         answer: list[bool] = []
-        thread = threading.Thread(target=lambda: answer.append(_connects(within_s)), daemon=True)
+        thread = threading.Thread(target=lambda: answer.append(_connects(CONNECT_S)), daemon=True)
         thread.start()  # a name that no server resolves has no time limit of its own
-        thread.join(within_s + 0.1)
+        thread.join(CONNECT_S + 0.1)
         _asked = (now, bool(answer and answer[0]))
     return _asked[1]
 

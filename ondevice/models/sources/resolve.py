@@ -11,15 +11,18 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
-from ondevice.core.paths import expanded
+from ondevice.core.process import expanded
 from ondevice.core.untrusted import Refused, inside, read_header, read_json, read_object
 from ondevice.models.sources import cache, hub
 from ondevice.models.sources.gguf import convert_gguf
 from ondevice.models.sources.package import find_package, resolve_package
+
+if TYPE_CHECKING:
+    from ondevice.core.manifest import ModelInfo
 
 PACKAGE_PREFIX = "package:"
 TINY_PREFIX = "tiny:"
@@ -60,6 +63,11 @@ class SourceInfo:
         if self.path is None:
             raise ModelError(f"{self.source} has no files to hash")
         return weights_sha256({path.name: sha256_file(path) for path in weight_files(self.path)})
+
+
+def is_in_memory(model: SourceInfo | ModelInfo) -> bool:
+    """Return whether a model came from Python: its digest is of tensors, and not of files."""
+    return getattr(model, "path", model) is None and not model.source.startswith(TINY_PREFIX)
 
 
 def weights_sha256(digests: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
+from ondevice.core.process import cache_root
 from ondevice.core.untrusted import read_json
 from ondevice.models.sources import cache
 
@@ -85,14 +86,14 @@ def remove_model(source: str) -> Stored:
         if model.kind == "hub":
             _remove_from_hub(model)
         else:
-            with cache.locked(str(model.path.relative_to(cache.cache_root() / "models"))):
+            with cache.locked(str(model.path.relative_to(cache_root() / "models"))):
                 shutil.rmtree(model.path)
     return model
 
 
 def _converted() -> list[Stored]:
     models = []
-    for record in sorted((cache.cache_root() / "models").glob(f"*/*/{cache.RECORD_NAME}")):
+    for record in sorted((cache_root() / "models").glob(f"*/*/{cache.RECORD_NAME}")):
         try:
             source = str(read_json(record)["source"])
         except (OSError, ValueError, KeyError, TypeError):

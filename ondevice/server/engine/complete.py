@@ -13,7 +13,6 @@ from ondevice.generation.prompt import prompt_ids
 from ondevice.generation.sample import Sampler, Sampling, Token
 from ondevice.generation.text import Part, Text
 from ondevice.generation.token_bytes import TokenBytes, token_bytes
-from ondevice.models import LoadedModel
 from ondevice.server.engine.echo import echoed
 
 LEAST = -9999.0
@@ -28,6 +27,7 @@ class Completion:
 
     Args:
         generator: of the model; it frames prompts and ends texts as the training did.
+        vocab: how many tokens the model has.
         prompt: text to continue, the messages of a chat, or token ids.
         max_new_tokens: None for as many as the model takes; 0 only reads the prompt.
         stop: texts that end the generated text, and are not part of it.
@@ -50,8 +50,8 @@ class Completion:
 
     def __init__(
         self,
-        loaded: LoadedModel,
         generator: Generator,
+        vocab: int,
         *,
         prompt: str | list[dict[str, str]] | list[int],
         max_new_tokens: int | None = None,
@@ -64,22 +64,23 @@ class Completion:
         **sampling: Any,
     ) -> None:
         self.top = top
-        self._bytes = token_bytes(loaded.tokenizer)
-        ids = _prompt_ids(loaded, generator.tokenizer, prompt)
-        room = loaded.dims.max_positions - len(ids)
+        self._bytes = token_bytes(generator.tokenizer)
+        ids = _prompt_ids(generator, vocab, prompt)
+        context = generator.model.context_tokens
+        room = context - len(ids)
         wanted = max_new_tokens
         if wanted is None:
             wanted = max(1, room)
         if room < wanted:
             raise ConfigError(
                 "the prompt and its completion are longer than the model takes",
-                expected=f"at most {loaded.dims.max_positions} tokens",
+                expected=f"at most {context} tokens",
                 received=f"{len(ids)} tokens of prompt and {wanted} of completion",
                 hint="shorten the prompt, or lower max_tokens",
             )
-        _check_ids(loaded, "stop_token_ids", stop_token_ids)
+        _check_ids(vocab, "stop_token_ids", stop_token_ids)
         bias = {int(number): value for number, value in (logit_bias or {}).items()}
-        _check_ids(loaded, "logit_bias", [*bias])
+        _check_ids(vocab, "logit_bias", [*bias])
         ends = frozenset(stop_token_ids)
         if not ignore_eos:
             ends |= generator.end_tokens
@@ -88,11 +89,11 @@ class Completion:
             self.tokens = len(ids) + min(wanted, ASSUMED_TOKENS)
         sampler = Sampler(Sampling(logit_bias=bias, **sampling), ids, ends, top or 0)
         self.row = Row(ids, sampler, wanted, top if echo else None)
-        self.text = Text(loaded.tokenizer, stop)
+        self.text = Text(generator.tokenizer, stop)
         self._echo: str | None = None
         self._offsets: list[int] = []
         if echo:
-            self._echo, self._offsets = echoed(loaded.tokenizer, prompt, ids)
+            self._echo, self._offsets = echoed(generator.tokenizer, prompt, ids)
         self._reported = 0
 
     def first(self) -> dict[str, Any]:
@@ -134,20 +135,20 @@ class Completion:
         ]
 
 
-def _prompt_ids(loaded: LoadedModel, tokenizer: Any, prompt: Any) -> list[int]:
+def _prompt_ids(generator: Generator, vocab: int, prompt: Any) -> list[int]:
     """Return the prompt's token ids; ConfigError if ids are given that the model does not have."""
     if not isinstance(prompt, list) or not all(isinstance(item, int) for item in prompt):
-        return list(prompt_ids(tokenizer, prompt, loaded.source.source))
-    _check_ids(loaded, "prompt", prompt)
+        return list(prompt_ids(generator.tokenizer, prompt, generator.source))
+    _check_ids(vocab, "prompt", prompt)
     if not prompt:
         raise ConfigError("'prompt' is empty", expected="at least one token")
     return prompt
 
 
-def _check_ids(loaded: LoadedModel, name: str, ids: Sequence[int]) -> None:
-    wrong = [number for number in ids if not 0 <= number < loaded.dims.vocab]
+def _check_ids(vocab: int, name: str, ids: Sequence[int]) -> None:
+    wrong = [number for number in ids if not 0 <= number < vocab]
     if wrong:
-        expected = f"token ids from 0 to {loaded.dims.vocab - 1}"
+        expected = f"token ids from 0 to {vocab - 1}"
         raise ConfigError(f"'{name}'", expected=expected, received=wrong[0])
 
 

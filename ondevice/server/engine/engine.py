@@ -18,9 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ondevice.core.child import python_command
 from ondevice.core.errors import BusyError, OndeviceError, TrainingError
-from ondevice.server.engine.answer import Answer
+from ondevice.core.process import python_command
+from ondevice.server.engine.answer import Answer, Unread
 from ondevice.server.engine.fair import FairQueue, QueueFullError
 from ondevice.server.helper import IDLE_S, TIMEOUT_S, rebuild_error
 from ondevice.server.worker import child_environment
@@ -34,6 +34,8 @@ WAITING = 1000
 WAITING_OF_ONE = 500
 """Requests that may wait, of all clients and of one."""
 LONGEST_RETRY_S = 60
+ENDING_S = 10.0
+"""Seconds in which a process that has closed its pipe may end by itself."""
 
 
 class Engine:
@@ -73,13 +75,14 @@ class Engine:
         Args:
             client: whose they are; clients take turns.
             call: `complete` or `predict`.
-            requests: arguments of `Completion` or `predict`, with `model`, `artifact` and `adapter`.
+            requests: arguments of `Completion` or of `Work._take_rows`, with `model`, `artifact` and `adapter`.
 
         Raises:
             QueueFullError: there is no room for them.
             BusyError: the daemon stops.
         """
-        answers = [Answer(client, call, arguments, self._leave) for arguments in requests]
+        unread = Unread()
+        answers = [Answer(client, call, one, self._leave, unread) for one in requests]
         with self._changed:
             if self._closed:
                 raise _stops()
@@ -180,10 +183,11 @@ class Engine:
 
     def _fits(self, answer: Answer) -> bool:
         """Return True if a request can run together with the active ones."""
-        for other in self._active.values():
-            alone = answer.call != "complete" or other.call != "complete"
-            return not alone and answer.place == other.place and len(self._active) < ROWS
-        return True
+        first = next(iter(self._active.values()), None)
+        if first is None:
+            return True
+        is_full = answer.one_at_a_time or len(self._active) >= ROWS
+        return answer.place == first.place and not is_full
 
     def _send(self, started: list[Answer], left: list[int]) -> None:
         lines = [json.dumps({"cancel": number}) for number in left]
@@ -228,7 +232,7 @@ class Engine:
                 self._pass_on(json.loads(line))
         except (OSError, ValueError) as problem:
             error = problem
-        self._lost(process, error or OSError(f"exit status {_end(process)}"))
+        self._lost(process, error or OSError(f"exit status {_own_end(process)}"))
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         with self._changed:
@@ -275,6 +279,14 @@ def _kill(process: subprocess.Popen[bytes] | None) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def _own_end(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit status of a process that has closed its pipe; a kill would hide its own."""
+    try:
+        return process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        return _end(process)
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The model that answers, or an artifact's weights; the last one stays loaded."""
+"""The model that answers, an artifact's weights or its program; the last one stays loaded."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from typing import Any
 
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.dims import ModelDims
-from ondevice.core.errors import ConfigError
-from ondevice.core.registry import target, targets
-from ondevice.data.tasks.trained import read_trained_task
-from ondevice.generation.generator import Generator, generator_of
+from ondevice.data.tasks.trained import TrainedTask, read_trained_task
+from ondevice.generation.generator import Generator
 from ondevice.models import LoadedModel, SourceInfo, load_model, read_dims
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.packed import load_packed
 from ondevice.models.save import FILE_NAME
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
-from ondevice.planning.devices import resolve_device
 from ondevice.planning.estimate import weight_bytes
+from ondevice.server.engine.program import Program
 from ondevice.server.room import check_room_here, job_wants, needs, usable_bytes
+from ondevice.training.choices import resolve_device
 
 _loaded: dict[str, Any] = {}
 
 
-def trained_generator(loaded: LoadedModel, folder: Path | None) -> Generator:
-    """Return a generator that frames and ends answers as the training did, if a folder records it.
+def recorded_task(folder: str | None) -> TrainedTask | None:
+    """Return the task that the folder of an adapter or of a model records; None without one."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    return read_trained_task(Path(folder))
 
-    Args:
-        folder: of an adapter or a model.
-    """
-    generator = generator_of(loaded)
-    task = None
-    if folder is not None and folder.is_dir():
-        task = read_trained_task(folder)
+
+def as_trained(generator: Generator, task: TrainedTask | None) -> Generator:
+    """Let a generator frame and end answers as the training did, if its task is known."""
     if task is not None:
         generator.tokenizer = task.with_template(generator.tokenizer)
         generator.end_tokens = task.end_ids(generator.tokenizer) or generator.end_tokens
@@ -56,18 +54,38 @@ def hold(
         tokens: of a prompt and the generated text, at most.
         precise: in float32 if that fits, as an evaluation computes; else as its weights are stored.
         model: a source string; None with an artifact.
-        artifact: a folder; its packed weights are the model.
+        artifact: a folder for PyTorch; its packed weights are the model.
         job: the one that runs, of `server.daemon.running_job`.
 
     Raises:
         BusyError: the model does not fit next to the running job.
-        ConfigError: the artifact has no weights for PyTorch.
     """
     wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted or (precise and not _loaded["precise"]):
         _forget()
         loaded = _open(model, artifact, tokens, job, precise)
         _loaded.update(wanted=wanted, loaded=loaded, precise=precise)
+    return _loaded["loaded"]
+
+
+def hold_program(artifact: str, job: dict[str, Any] | None) -> Program:
+    """Return an artifact's program; it stays, and takes the place of the model before.
+
+    Args:
+        artifact: a folder.
+        job: the one that runs, as for `hold`.
+
+    Raises:
+        BusyError: the program does not fit next to the running job.
+        ArtifactError: the artifact is damaged.
+    """
+    wanted = (None, artifact, _stamp(artifact))
+    if _loaded.get("wanted") != wanted:
+        _forget()
+        program = Program(Path(artifact))
+        if job is not None:
+            check_room_here(program.needs(), "cpu", job)
+        _loaded.update(wanted=wanted, loaded=program)
     return _loaded["loaded"]
 
 
@@ -96,16 +114,7 @@ def _open(
 def _open_artifact(
     folder: Path, tokens: int, job: dict[str, Any] | None, device: str
 ) -> LoadedModel:
-
     manifest = read_manifest(folder)
-    if target(manifest.target).runtime != "torch":
-        torch_targets = [spec.name for spec in targets() if spec.runtime == "torch"]
-        raise ConfigError(
-            "this artifact's program scores texts and generates none",
-            expected=f"an artifact for {' or '.join(torch_targets)}",
-            received=f"one for {manifest.target}",
-            hint=f"ask the model that it was made from: {manifest.model.source}",
-        )
     packed = folder / "model"
     if job is not None:
         dtype = json.loads((packed / "config.json").read_text(encoding="utf-8"))["dtype"]

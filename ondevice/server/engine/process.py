@@ -13,24 +13,30 @@ import json
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ondevice.api.predict import Predictor, read_input
 from ondevice.artifact.adapter import load_adapter
+from ondevice.data.tasks.trained import TrainedTask
 from ondevice.generation.batch import Batch
 from ondevice.generation.generator import Generator as Framing
+from ondevice.generation.generator import generator_of
+from ondevice.generation.one_at_a_time import OneAtATime
 from ondevice.models import LoadedModel
 from ondevice.nn.adapters import adapted
 from ondevice.server.channel import Channel, as_error
 from ondevice.server.engine.answer import PLACE
 from ondevice.server.engine.complete import Completion
-from ondevice.server.engine.model import hold, trained_generator
-from ondevice.server.predict import predict
-from ondevice.server.room import cache_bytes, job_wants, usable_bytes
+from ondevice.server.engine.model import as_trained, hold, hold_program, recorded_task
+from ondevice.server.engine.rows import Rows
+from ondevice.server.jobs import is_program
+from ondevice.server.predict import as_records, task_of
+from ondevice.server.room import has_room
+from ondevice.training.trained import check_base
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,22 @@ class Opened:
     """A model that answers, with its adapter in place."""
 
     place: tuple[Any, ...]
-    loaded: LoadedModel
+    loaded: LoadedModel | None
+    """None for an artifact's program."""
     framing: Framing
-    batch: Batch
+    vocab: int
+    batch: Batch | OneAtATime
+    predictor: Predictor | None
+    """Frames the last message of a chat; None if the training had conversations."""
+
+    def prompt_of(self, prompt: Any) -> Any:
+        """Return the last message as the prompt of a row, in tokens, if the training had rows and
+        no conversations; return any other prompt unchanged."""
+        if self.predictor is None or not isinstance(prompt, list):
+            return prompt
+        if not prompt or not isinstance(prompt[-1], dict):
+            return prompt
+        return list(self.predictor.prompt(prompt[-1]["content"]))
 
 
 class Work:
@@ -53,12 +72,13 @@ class Work:
         self.completions: dict[int, Completion] = {}
         self.waiting: deque[tuple[int, dict[str, Any] | None]] = deque()
         """Completions that wait for memory, each with the job next to which it must fit."""
-        self.predictions: dict[int, Generator[None, None, dict[str, Any]]] = {}
+        self.rows: Rows | None = None
+        """Requests for predictions; they never run next to completions."""
 
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to do but to wait for a request."""
-        return not self.completions and not self.predictions
+        return not self.completions and not self._asked_rows
 
     def take(self, message: dict[str, Any]) -> None:
         """Begin a request, or cancel one."""
@@ -68,8 +88,7 @@ class Work:
         number, arguments = message["id"], message["arguments"]
         try:
             if message["call"] == "predict":
-                self._close()
-                self.predictions[number] = predict(**arguments)
+                self._take_rows(number, **arguments)
             else:
                 self._complete(number, arguments)
         except Exception as error:
@@ -77,8 +96,7 @@ class Work:
 
     def step(self) -> None:
         """Do a little of everything that runs."""
-        for number, rows in [*self.predictions.items()]:
-            self._predict(number, rows)
+        self._predict()
         self._admit()
         if self.opened is None or not len(self.opened.batch):
             return
@@ -104,7 +122,8 @@ class Work:
         job = arguments.pop("job")
         longest = len(str(arguments["prompt"])) + (arguments.get("max_new_tokens") or 0)
         opened = self._open(longest, job, **place)
-        completion = Completion(opened.loaded, opened.framing, **arguments)
+        arguments["prompt"] = opened.prompt_of(arguments["prompt"])
+        completion = Completion(opened.framing, opened.vocab, **arguments)
         self.channel.send({"id": number, "part": completion.first()})
         self.completions[number] = completion
         self.waiting.append((number, job))
@@ -119,17 +138,38 @@ class Work:
         if opened is not None and opened.place == place and self.completions:
             return opened
         self._close()
+        task = recorded_task(adapter or artifact or model)
+        if artifact is not None and is_program(Path(artifact)):
+            self.opened = self._open_program(place, artifact, adapter, task, job)
+            return self.opened
         loaded = hold(model, artifact, tokens, job, precise=bool(precise))
-        folder = adapter or artifact or model
-        framing = trained_generator(loaded, None if folder is None else Path(folder))
+        framing = as_trained(generator_of(loaded), task)
+        predictor = None
+        if task is not None and task.framing != "chat template":
+            predictor = Predictor.of(loaded, task)
         if adapter is not None:
             self.applied.enter_context(adapted(loaded, load_adapter(Path(adapter))))
-        self.opened = Opened(place, loaded, framing, Batch(loaded))
+        vocab = loaded.dims.vocab
+        self.opened = Opened(place, loaded, framing, vocab, Batch(loaded), predictor)
         return self.opened
+
+    def _open_program(
+        self, place: tuple[Any, ...], artifact: str, adapter: str | None,
+        task: TrainedTask | None, job: dict[str, Any] | None,
+    ) -> Opened:  # fmt: skip
+        """Return an artifact's program with its adapter."""
+        program = hold_program(artifact, job)
+        framing = as_trained(program.generator(adapter), task)
+        predictor = None
+        if task is not None and task.framing != "chat template":
+            predictor = Predictor.of_program(framing, task)
+        batch = OneAtATime(framing.model)
+        return Opened(place, None, framing, program.vocab, batch, predictor)
 
     def _close(self) -> None:
         """Take the adapter off; the model stays loaded until another one is needed."""
         self.opened = None
+        self.rows = None
         self.waiting.clear()
         self.applied.close()
 
@@ -144,30 +184,65 @@ class Work:
             opened.batch.add(self.completions[number].row)
 
     def _has_room(self, opened: Opened, completion: Completion, job: dict[str, Any] | None) -> bool:
-        """Return True if the keys and values to come fit, with those of one more completion.
-
-        All are kept at the length of the longest.
-        """
+        """Return True if the keys and values to come fit, with those of one more completion."""
+        if opened.loaded is None:  # a program has room for the texts of one, and takes no more
+            return True
         waiting = {number for number, _ in self.waiting}
         running = [one for number, one in self.completions.items() if number not in waiting]
-        longest = max(one.tokens for one in [completion, *running])
-        tokens = longest * (len(running) + 1) - sum(one.row.read for one in running)
-        head = opened.loaded.family.head_weight
-        need = tokens * cache_bytes(opened.loaded.dims, head.element_size())
-        device = head.device.type
-        return need <= usable_bytes(device) - job_wants(device, job)
+        lengths = [one.tokens for one in [completion, *running]]
+        return has_room(opened.loaded, lengths, sum(one.row.read for one in running), job)
 
-    def _predict(self, number: int, rows: Generator[None, None, dict[str, Any]]) -> None:
+    @property
+    def _asked_rows(self) -> list[int]:
+        """The requests for predictions."""
+        return [] if self.rows is None else [*self.rows.requests]
+
+    def _take_rows(
+        self, number: int, model: str | None, artifact: str | None, adapter: str | None,
+        rows: list[Any], folder: str | None, name: str, task: str | None = None,
+        max_new_tokens: int | None = None, job: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to predict rows, together with those of other requests.
+
+        Args:
+            folder: where the task is recorded (`task_of`); `name` is its name.
+            max_new_tokens: of an answer; None for twice the longest of the training.
+        """
+        record = task_of(None if folder is None else Path(folder), name, task)
+        records, source = read_input(as_records(rows, record))
+        place = (model, artifact, adapter, folder, task)
+        if self.rows is None or self.rows.place != place or not self._asked_rows:
+            self._close()
+            if artifact is not None and is_program(Path(artifact)):
+                predictor = hold_program(artifact, job).predictor(record, adapter)
+                self.rows = Rows(place, predictor, None)
+            else:
+                longest = max(len(str(record.fields)) for record in records)
+                tokens = longest + (max_new_tokens or 0)
+                loaded = hold(model, artifact, tokens, job, precise=True)
+                if adapter is not None:
+                    base: Any = loaded.source  # its digest is a cached property
+                    check_base(record, base, name)
+                    self.applied.enter_context(adapted(loaded, load_adapter(Path(adapter))))
+                self.rows = Rows(place, Predictor.of(loaded, record), loaded)
+        self.rows.add(number, records, source, max_new_tokens, job)
+
+    def _predict(self) -> None:
+        """Predict a few rows."""
+        rows = self.rows
+        if rows is None or not self._asked_rows:
+            return
         try:
-            next(rows)
-            self.channel.send({"id": number, "part": {}})
-        except StopIteration as end:
-            self._end(number, end.value)
+            for number in rows.step():
+                self.channel.send({"id": number, "part": {}})
+                if rows.requests[number].is_done:
+                    self._end(number, rows.value(number))
         except Exception as error:
-            self._fail(number, "predict", error)
+            for number in self._asked_rows:
+                self._fail(number, "predict", error)
 
     def _cancel(self, number: int) -> None:
-        if number in self.completions or number in self.predictions:
+        if number in self.completions or number in self._asked_rows:
             self._end(number, None)
 
     def _end(self, number: int, value: Any) -> None:
@@ -183,9 +258,8 @@ class Work:
         if completion is not None and self.opened is not None:
             self.opened.batch.remove(completion.row)
         self.waiting = deque(each for each in self.waiting if each[0] != number)
-        rows = self.predictions.pop(number, None)
-        if rows is not None:
-            rows.close()
+        if self.rows is not None:
+            self.rows.remove(number)
 
 
 def main(arguments: list[str]) -> int:

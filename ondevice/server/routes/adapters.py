@@ -17,6 +17,7 @@ from ondevice.server.engine.answer import Answer
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.routes.asking import client_of, while_connected
+from ondevice.server.routes.completions import in_turns
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 PIECE_BYTES = 1 << 20
@@ -105,7 +106,7 @@ async def generate(
 
 def _places(
     daemon: Daemon, body: schemas.GenerateRequest
-) -> tuple[str | None, list[dict[str, str | None]]]:
+) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the adapter, and what generates: the model, and the model with the adapter."""
     if (body.model is None) == (body.artifact is None):
         raise ConfigError(
@@ -117,9 +118,10 @@ def _places(
     if body.artifact is not None:
         base["artifact"] = str(artifact_folder(daemon.store, body.artifact))
     adapter = body.adapter or adapters.active_adapter(daemon.store)
-    if adapter is None:
-        return None, [base]
-    return adapter, [base, base | {"adapter": str(adapter_folder(daemon.store, adapter))}]
+    places = [base]
+    if adapter is not None:
+        places.append(base | {"adapter": str(adapter_folder(daemon.store, adapter))})
+    return adapter, [in_turns(place) for place in places]
 
 
 async def _texts(answers: list[Answer]) -> list[str | None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio import Future
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,17 +16,30 @@ from starlette.concurrency import run_in_threadpool
 
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.server.daemon import Daemon
-from ondevice.server.engine.answer import Answer
-from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
+from ondevice.server.engine.answer import Answer, probabilities
+from ondevice.server.jobs import (
+    ARTIFACT,
+    adapter_folder,
+    artifact_folder,
+    is_program,
+    locate_model,
+)
 from ondevice.server.openai import RefusalResponse, error_body, error_fields
-from ondevice.server.openai_answers import Built
-from ondevice.server.openai_requests import ChatRequest, TextRequest
+from ondevice.server.openai_answers import Built, tokens_of
+from ondevice.server.openai_requests import (
+    MOST_PROBABILITIES,
+    ChatRequest,
+    TextRequest,
+    too_many_probabilities,
+)
+from ondevice.server.recent import Remembered
 from ondevice.server.routes import Serving, json_response
 from ondevice.server.routes.asking import KEEP_ALIVE_S, Events, client_of, while_connected
 from ondevice.server.schemas import ErrorResponse
 from ondevice.server.store import MissingError
 
 router = APIRouter(prefix="/v1", tags=["completions"])
+DONE = b"data: [DONE]\n\n"
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"application/json": {}, "text/event-stream": {}},
@@ -92,14 +107,27 @@ def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str 
     return {"model": locate_model(daemon.store, base), "artifact": None, "adapter": adapter}
 
 
+def _place(daemon: Daemon, body: ChatRequest | TextRequest) -> dict[str, Any]:
+    return in_turns(locate(daemon, body.model, body.adapter))
+
+
+def in_turns(place: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the arguments that say where a model is, and whether its texts run one at a time."""
+    artifact = place["artifact"]
+    return {**place, "one_at_a_time": artifact is not None and is_program(Path(artifact))}
+
+
 async def _answer(
     daemon: Daemon, body: ChatRequest | TextRequest, request: Request, built: Built
 ) -> Response:
     asked = body.asked(daemon.allows_unknown_fields)
-    place = await run_in_threadpool(locate, daemon, body.model, body.adapter)
+    place = await run_in_threadpool(_place, daemon, body)
+    body.check_size(asked)
     answers = daemon.engine.ask(client_of(request), "complete", [one | place for one in asked])
     if not body.stream:
-        return await while_connected(request, answers, _whole(built, answers))
+        response = await while_connected(request, answers, _whole(built, answers))
+        _remember(daemon, body, built, asked)
+        return response
     begun = [asyncio.ensure_future(answer.next()) for answer in answers]
     waiting = asyncio.wait(begun, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -114,15 +142,47 @@ async def _answer(
             one.cancel()
         raise
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return Events(answers, _events(built, answers, begun, usage))
+    events = _events(built, answers, begun, usage)
+    return Events(answers, _then(events, lambda: _remember(daemon, body, built, asked)))
+
+
+def _remember(
+    daemon: Daemon, body: ChatRequest | TextRequest, built: Built, asked: list[dict[str, Any]]
+) -> None:
+    """Remember the answers, so that POST /v1/feedback can rate them by the response's id."""
+    for index, one in enumerate(asked):
+        prompt = one["prompt"]
+        if not isinstance(prompt, str) and not all(isinstance(turn, dict) for turn in prompt):
+            prompt = []  # token ids, which nobody can rate, would take much memory
+        answer = Remembered(prompt, built.texts.get(index, ""), body.model, body.adapter)
+        daemon.recent.add(built.head["id"], index, answer)
+
+
+async def _then(events: AsyncIterator[bytes], call: Callable[[], None]) -> AsyncIterator[bytes]:
+    """Yield events, and call before the last one of a stream that ends well."""
+    async for event in events:
+        if event == DONE:
+            call()
+        yield event
 
 
 async def _whole(built: Built, answers: list[Answer]) -> Response:
+    counted = 0
+
     async def read(index: int, answer: Answer) -> dict[str, Any]:
+        nonlocal counted
         first = await answer.next()
-        parts = [part async for part in answer]
+        text = StringIO()
+        tokens: list[dict[str, Any]] = []
+        async for part in answer:
+            text.write(part.get("text", ""))
+            own = tokens_of(part)
+            counted += probabilities(own)
+            if counted > MOST_PROBABILITIES:
+                raise too_many_probabilities(f"more than {MOST_PROBABILITIES}")
+            tokens += own
         built.count(index, first, answer.value)
-        return built.choice(index, first, parts, answer.value)
+        return built.choice(index, first, text.getvalue(), tokens, answer.value)
 
     choices = await _together(read(*each) for each in enumerate(answers))
     return json_response(200, built.whole(choices))
@@ -141,32 +201,43 @@ async def _together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 async def _events(
     built: Built, answers: list[Answer], begun: Sequence[Future[Any]], usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: the pieces of all choices, as they come."""
-    pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    """Yield server-sent events: the pieces of all choices, as they come.
+
+    What a slow client has not read stays in the answers, which limit it.
+    """
+    pieces: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def read(index: int, answer: Answer) -> None:
         first = await begun[index]
         for piece in built.first(index, first):
-            pieces.put_nowait(piece)
+            await pieces.put(piece)
         async for part in answer:
-            pieces.put_nowait(built.part(index, part))
+            await pieces.put(built.part(index, part))
         built.count(index, first, answer.value)
-        pieces.put_nowait(built.last(index, answer.value))
+        await pieces.put(built.last(index, answer.value))
 
-    reading = asyncio.ensure_future(_together(read(*each) for each in enumerate(answers)))
-    reading.add_done_callback(lambda _: pieces.put_nowait(None))
+    async def read_all() -> None:
+        try:
+            await _together(read(*each) for each in enumerate(answers))
+        except Exception as error:
+            await pieces.put(error)
+        else:
+            await pieces.put(None)
+
+    reading = asyncio.ensure_future(read_all())
     try:
         while (piece := await pieces.get()) is not None:
+            if isinstance(piece, OndeviceError):
+                yield _event(error_body(500, error_fields(piece)))
+                return
+            if isinstance(piece, Exception):
+                raise piece
             yield _event(piece)
-        await reading
-    except OndeviceError as error:
-        yield _event(error_body(500, error_fields(error)))
-        return
     finally:
         reading.cancel()
     if usage:
         yield _event(built.counts())
-    yield b"data: [DONE]\n\n"
+    yield DONE
 
 
 def _event(values: dict[str, Any]) -> bytes:

@@ -14,15 +14,16 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from ondevice.api.runfile import RunConfig
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.core.registry import methods
+from ondevice.data.preview import Preview
 from ondevice.data.tasks.looking import FORMS, form_of
 from ondevice.data.tasks.templates import TASKS
-from ondevice.server import adapters, jobs, schemas
+from ondevice.server import adapters, jobs, schemas, thumbs
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file, locate_task
 from ondevice.server.openai import REFUSALS
+from ondevice.server.placing import naming
 from ondevice.server.routes import AFTER, MOST, After, Id, Limit, Serving, name_next
 from ondevice.server.store import MissingError, new_id, not_listed
-from ondevice.server.uploads import naming
 from ondevice.server.words import for_api, hint_for_api
 
 router = APIRouter(prefix="/v1", tags=["data"])
@@ -39,8 +40,8 @@ def list_models(
     """Return everything that can generate, in OpenAI's format.
 
     These are models on this machine (folders of the store, the packaged one if it is cached, random
-    tiny ones for tests), the adapters, the newest first, each with its model, and artifacts for
-    PyTorch. `has_more` says whether entries follow: ask again with the last id as `after`."""
+    tiny ones for tests), the adapters, the newest first, each with its model, and artifacts that
+    answer with text. `has_more` says whether entries follow: ask again with the last id as `after`."""
     models = _models(daemon)
     begin = 0
     if after is not None:
@@ -67,7 +68,7 @@ def _models(daemon: Daemon) -> list[dict[str, Any]]:
         }
         models.append({**about, **owned, "base_model": row["base_model"]})
     for one in jobs.list_artifacts(daemon.store):
-        if one["runtime"].startswith("torch "):
+        if one["generates"]:
             about = {
                 "id": f"{jobs.ARTIFACT}{one['id']}",
                 "kind": "artifact",
@@ -156,17 +157,20 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     return _dataset(daemon, row)
 
 
-@router.post("/datasets/{dataset}/preview", response_model=schemas.PreviewResponse)
+@router.post("/datasets/{dataset}/preview", response_model=Preview)
 async def preview_dataset(
     daemon: Serving, dataset: Id, body: schemas.PreviewRequest
 ) -> dict[str, Any]:
     """Return rows as the model sees them: lengths, labels, and examples with the trained tokens.
 
-    This is a POST, because it may fetch a model from the hub."""
+    The data set `thumbs` is the ratings as they are now. This is a POST, because it may fetch a
+    model from the hub."""
 
-    return await daemon.pools.rows.run(
-        lambda: preview_file(daemon, dataset_file(daemon.store, dataset), body)
-    )
+    def shown() -> dict[str, Any]:
+        with thumbs.frozen(daemon.store, daemon.check, dataset, keep=False) as ids:
+            return preview_file(daemon, dataset_file(daemon.store, str(ids["dataset"])), body)
+
+    return await daemon.pools.rows.run(shown)
 
 
 @router.get("/datasets/{dataset}/columns", response_model=schemas.Columns)

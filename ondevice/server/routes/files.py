@@ -19,6 +19,7 @@ from ondevice.server.openai import REFUSALS
 from ondevice.server.routes import MOST, Serving
 from ondevice.server.routes.data import remove_dataset
 from ondevice.server.routes.uploads import PIECE_BYTES
+from ondevice.server.upload_requests import BadRowsError
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=REFUSALS)
 FIELD_CHARACTERS = 1000
@@ -130,7 +131,7 @@ class _Arriving:
 
         try:
             placed = uploads.finish(store, self.upload, check)
-        except uploads.BadRowsError as error:
+        except BadRowsError as error:
             error.hint = "correct these lines and upload the file again"
             raise
         return files.get(store, placed["id"])

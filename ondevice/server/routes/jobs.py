@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -12,11 +13,12 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from ondevice.api.runfile import RunConfig
-from ondevice.server import schemas
+from ondevice.server import schemas, thumbs
 from ondevice.server.adapters import adapters_of
 from ondevice.server.daemon import Daemon
 from ondevice.server.events import curve
 from ondevice.server.jobs import (
+    THUMBS,
     JobRequest,
     JobSpec,
     artifact_folder,
@@ -73,9 +75,8 @@ async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     same `Idempotency-Key`, because its response was lost, returns the job that it made.
     """
     method = body.config.get("method", {})
-    asks_helper = body.dry_run or (
-        body.artifact is None and isinstance(method, dict) and "name" not in method
-    )
+    names_no_method = body.artifact is None and isinstance(method, dict) and "name" not in method
+    asks_helper = body.dry_run or names_no_method or THUMBS in (body.dataset, body.eval_dataset)
     if asks_helper:
         return await daemon.pools.rows.run(_create_job, daemon, body, key)
     return await run_in_threadpool(_create_job, daemon, body, key)
@@ -84,12 +85,13 @@ async def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
 def _create_job(daemon: Daemon, body: JobRequest, key: str | None) -> Any:
     if not body.dry_run:
         return _answer(daemon, queue_job(daemon, body, key))
-    spec, config = _resolved(daemon, body)
-    artifact = None
-    if spec.artifact:
-        artifact = str(artifact_folder(daemon.store, spec.artifact))
-    values = config.model_dump(mode="json")
-    plan = daemon.plan_helper("plan", config=values, artifact=artifact)
+    with _frozen(daemon, body, keep=False) as frozen:
+        spec, config = _resolved(daemon, frozen)
+        artifact = None
+        if spec.artifact:
+            artifact = str(artifact_folder(daemon.store, spec.artifact))
+        values = config.model_dump(mode="json")
+        plan = daemon.plan_helper("plan", config=values, artifact=artifact)
     plan["notes"] = [for_api(note) for note in plan["notes"]]
     return JSONResponse(schemas.PlanResponse(config=values, plan=plan).model_dump(mode="json"))
 
@@ -103,11 +105,20 @@ def queue_job(daemon: Daemon, body: JobRequest, key: str | None) -> Job:
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     if key is not None and (made := daemon.queue.made(key, digest)) is not None:
         return made
-    spec, _ = _resolved(daemon, body)
     remembered = None
     if key is not None:
         remembered = (key, digest)
-    return daemon.queue.create(spec.model_dump(mode="json"), body.priority, remembered)
+    with _frozen(daemon, body, keep=True) as frozen:
+        spec, _ = _resolved(daemon, frozen)
+        return daemon.queue.create(spec.model_dump(mode="json"), body.priority, remembered)
+
+
+@contextmanager
+def _frozen(daemon: Daemon, body: JobRequest, keep: bool) -> Iterator[JobRequest]:
+    """Give the request with data sets of the ratings, if it names them."""
+    sets = (body.dataset, body.eval_dataset)
+    with thumbs.frozen(daemon.store, daemon.check, *sets, keep=keep) as ids:
+        yield body.model_copy(update=ids)
 
 
 def _resolved(daemon: Daemon, body: JobRequest) -> tuple[JobSpec, RunConfig]:

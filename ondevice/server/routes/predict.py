@@ -49,7 +49,8 @@ async def predict_rows(daemon: Serving, body: schemas.PredictRequest, request: R
     """Predict rows, which need no labels, by the functions of `ondevice predict`.
 
     409 if the model does not fit next to a job, or does not record its task. A
-    body has at most 1 MiB. If the client disconnects, the work ends at the next row.
+    body has at most 1 MiB. If the client disconnects, the work ends. Requests that wait together
+    for one model and task are predicted together.
     """
     asked = await run_in_threadpool(_asked, daemon, body)
     answers = daemon.engine.ask(client_of(request), "predict", [asked])
@@ -60,7 +61,7 @@ async def predict_rows(daemon: Serving, body: schemas.PredictRequest, request: R
 
 
 def _asked(daemon: Daemon, body: schemas.PredictRequest) -> dict[str, Any]:
-    """Return the arguments of `server.predict.predict`."""
+    """Return the arguments of the engine's `predict`."""
     place = locate(daemon, body.model, body.adapter)
     folder = place["adapter"] or place["artifact"]
     if folder is None and place["model"] is not None and Path(place["model"]).is_dir():

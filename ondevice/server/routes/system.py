@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ondevice.core.version import own_version
+from ondevice.core.process import own_version
 from ondevice.server import metrics, schemas, security
 from ondevice.server.daemon import Daemon
 from ondevice.server.routes import Serving, refused

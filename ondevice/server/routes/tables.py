@@ -11,8 +11,8 @@ from fastapi.responses import Response
 
 from ondevice.server import schemas
 from ondevice.server.daemon import Daemon
+from ondevice.server.placing import naming
 from ondevice.server.routes import Serving, json_response
-from ondevice.server.uploads import naming
 
 router = APIRouter(prefix="/v1/tables", tags=["predict"])
 MOST_ROWS = 10_000

@@ -6,8 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
+from pydantic import ValidationError
 
+from ondevice.core.errors import ConfigError
 from ondevice.server import schemas, thumbs
+from ondevice.server.daemon import Daemon
+from ondevice.server.openai import REFUSALS
 from ondevice.server.routes import After, Id, Limit, Serving, name_next
 
 router = APIRouter(prefix="/v1", tags=["thumbs"])
@@ -16,11 +20,52 @@ router = APIRouter(prefix="/v1", tags=["thumbs"])
 @router.post("/thumbs", response_model=schemas.Thumb)
 def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
     """Store a rating of a reply. Rating the same reply again keeps its id."""
+    return _judge(daemon, body)
+
+
+def _judge(daemon: Daemon, body: schemas.ThumbRequest) -> dict[str, Any]:
     if isinstance(body.prompt, str):
         prompt = body.prompt
     else:
         prompt = [turn.model_dump() for turn in body.prompt]
     return thumbs.judge(daemon.store, prompt, body.answer, body.liked, body.model, body.adapter)
+
+
+@router.post("/feedback", response_model=schemas.Thumb, responses=REFUSALS)
+def rate_response(daemon: Serving, body: schemas.FeedbackRequest) -> dict[str, Any]:
+    """Rate one of the last answers by the id of its response, up or down, as POST /v1/thumbs does.
+
+    The daemon remembers answers in memory only: the last 1,000 since it started.
+    """
+    answer = daemon.recent.get(body.id, body.index)
+    model, adapter = answer.model, answer.adapter
+    row = daemon.store.row("SELECT base_model FROM adapters WHERE id = ?", model)
+    if row is not None:
+        adapter = model
+        model = row["base_model"]
+    values = {
+        "prompt": answer.prompt,
+        "answer": answer.answer,
+        "liked": body.rating == "up",
+        "model": model,
+        "adapter": adapter,
+    }
+    try:
+        request = schemas.ThumbRequest.model_validate(values)
+    except ValidationError:
+        raise ConfigError(
+            "'id' names an answer that cannot be rated",
+            expected="a prompt of text, no empty turn, and an answer with text",
+            received=f"{body.id}, index {body.index}",
+            hint="rate an answer to text or to messages",
+        ) from None
+    return _judge(daemon, request)
+
+
+@router.get("/thumbs/counts", response_model=schemas.ThumbCounts)
+def count_thumbs(daemon: Serving) -> dict[str, int]:
+    """Return the number of ratings of each kind."""
+    return thumbs.count(daemon.store)
 
 
 @router.get("/thumbs", response_model=list[schemas.Thumb])

@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from ondevice.data.preview import Preview
 from ondevice.server import schemas, uploads
 from ondevice.server.routes import Id, Serving, json_response
 from ondevice.server.routes.data import look_at_file, preview_file
-from ondevice.server.uploads import PART_BYTES, FinishRequest, UploadRequest
+from ondevice.server.upload_requests import FinishRequest, UploadRequest
+from ondevice.server.uploads import PART_BYTES
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 PIECE_BYTES = 1 << 20
@@ -99,7 +101,7 @@ async def upload_columns(daemon: Serving, upload: Id) -> Response:
     return json_response(200, found)
 
 
-@router.post("/{upload}/preview", response_model=schemas.PreviewResponse)
+@router.post("/{upload}/preview", response_model=Preview)
 async def preview_upload(
     daemon: Serving, upload: Id, body: schemas.PreviewRequest
 ) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.config import Documented
+from ondevice.server.fields import AT_ONCE
 from ondevice.server.jobs import MOST_ROWS, TASK_NAME, one_of
 from ondevice.server.schemas.common import ResponseBody
 
@@ -27,10 +28,10 @@ class GenerateRequest(Documented):
     model: str | None = Field(default=None, min_length=1, max_length=200)
     """A model of GET /v1/models, or a hub id. Give either a model or an artifact."""
     artifact: str | None = Field(default=None, min_length=1, max_length=200)
-    """An artifact of GET /v1/artifacts for PyTorch, whose packed weights generate."""
+    """An artifact of GET /v1/artifacts: its packed weights generate, or its program in its runtime."""
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters; None for the active one."""
-    prompt: str | list[Message] = Field(
+    prompt: str | Annotated[list[Message], AT_ONCE] = Field(
         min_length=1, max_length=100_000, json_schema_extra={"minItems": 1}
     )
     """A text to continue, or a chat to reply to."""
@@ -83,6 +84,8 @@ class PredictedRow(ResponseBody):
     """Why the row cannot be predicted."""
     is_cut: bool
     """The generated text reached its most tokens."""
+    left_out_tokens: int
+    """Of a row that is too long."""
 
 
 class NotPredicted(ResponseBody):
@@ -105,6 +108,8 @@ class PredictResponse(ResponseBody):
     not_predicted: list[NotPredicted]
     cut: int
     """Generated texts that reached their most tokens."""
+    shortened: int
+    """Rows that are too long."""
     labels: list[str]
     """Every label; empty for generated text."""
     accuracy: float | None
@@ -120,7 +125,7 @@ class ThumbRequest(Documented):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str | list[Message] = Field(
+    prompt: str | Annotated[list[Message], AT_ONCE] = Field(
         min_length=1, max_length=100_000, json_schema_extra={"minItems": 1}
     )
     """The prompt: a text that was continued, or a conversation up to its last user turn."""
@@ -143,3 +148,22 @@ class Thumb(ResponseBody):
     model: str
     adapter: str | None
     created_s: float
+
+
+class ThumbCounts(ResponseBody):
+    """The number of ratings of each kind."""
+
+    up: int
+    down: int
+
+
+class FeedbackRequest(Documented):
+    """The body of POST /v1/feedback."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(min_length=1, max_length=64)
+    """The `id` of a response of /v1/chat/completions or /v1/completions."""
+    rating: Literal["up", "down"]
+    index: int = Field(default=0, ge=0, lt=128)
+    """The choice that is rated."""

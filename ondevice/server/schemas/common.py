@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ondevice.core.config import Documented
+from ondevice.data.rows import RowProblem
 
 
 class ResponseBody(Documented):
     """The base of all responses."""
-
-
-class RowProblem(ResponseBody):
-    """A row that cannot be used."""
-
-    file: str
-    line: int
-    """From 1; 0 if no single line is at fault."""
-    field: str
-    reason: str
 
 
 class ErrorResponse(ResponseBody):

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from ondevice.core.config import Documented
+from ondevice.data.rows import RowProblem
 from ondevice.server.jobs import TASK_NAME, one_of
-from ondevice.server.schemas.common import ResponseBody, RowProblem
+from ondevice.server.schemas.common import ResponseBody
 
 
 class Model(ResponseBody):
@@ -46,6 +47,8 @@ class Artifact(ResponseBody):
     runtime: str
     method: str
     model: str
+    generates: bool
+    """It answers with text, so GET /v1/models lists it as well."""
     bytes: int
 
 
@@ -54,7 +57,7 @@ class MethodWords(ResponseBody):
 
     name: str
     words: str
-    """What it gives and what it costs."""
+    """Its benefit and its cost."""
     trains: Literal["adapter", "all"]
     """An adapter, or all parameters of the model."""
 
@@ -124,7 +127,7 @@ class TableRequest(Documented):
     like: str | None = Field(default=None, max_length=200)
     """The name of the file that the rows are from: the numbers of an Excel sheet stay numbers."""
     columns: list[str] = Field(min_length=1, max_length=1000)
-    rows: list[dict[str, Any]] = Field(max_length=20_000)
+    rows: list[dict[str, Any]] = Field(max_length=20_000, fail_fast=True)
 
 
 class Dataset(ResponseBody):
@@ -143,14 +146,6 @@ class Dataset(ResponseBody):
     columns: dict[str, str] | None = None
     """The file's columns of the format's fields, likewise."""
     created_s: float
-
-
-class Segment(ResponseBody):
-    """A segment of a decoded example."""
-
-    text: str
-    trained: bool
-    """True if its tokens are trained on."""
 
 
 class MethodRequest(Documented):
@@ -189,37 +184,6 @@ class PreviewRequest(Documented):
     """Refuse rows with a column or key that nothing reads."""
     rows: int = Field(default=3, ge=0, le=50)
     """Examples to decode."""
-
-
-class PreviewResponse(ResponseBody):
-    """GET /v1/datasets/ID/preview."""
-
-    file: str
-    format: str
-    task: str | None
-    template: str
-    rows: int
-    sequences: int
-    max_length_tokens: int
-    truncated: int
-    too_long: int
-    lengths_tokens: dict[str, int]
-    trained_tokens: int
-    suggested_max_length_tokens: int | None
-    labels: dict[str, int]
-    examples: list[list[Segment]]
-    problems: list[RowProblem]
-    example_names: list[str]
-    """Role of each example of preferences: chosen, rejected, thumbs up, thumbs down."""
-
-    notes: list[str]
-    """How the file was read: separator, sheet, columns, length, conversations, ends of replies."""
-
-    unread: dict[str, int]
-    """Columns and keys of turns that nothing reads, with the number of rows or turns."""
-
-    example_unread: list[list[str]]
-    """The parts of each example's row that nothing reads."""
 
 
 class Upload(ResponseBody):

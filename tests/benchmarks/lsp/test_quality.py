@@ -218,6 +218,7 @@ def test_the_script_writes_rows_and_draws_them(
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
 
+@pytest.mark.nightly
 def test_runs_side_by_side_match_single_runs_except_for_seconds(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

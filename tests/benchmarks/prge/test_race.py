@@ -173,6 +173,7 @@ def test_the_top_subspace_matches_the_svd() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_script_resumes_and_chooses_the_rate_on_separate_rows(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

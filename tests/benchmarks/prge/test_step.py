@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import jsonschema
+import pytest
 
 from benchmarks.prge import step
 from tests.warm import Warm
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
+@pytest.mark.nightly
 def test_the_script_ends_with_a_valid_result(tmp_path: Path, warm: Warm) -> None:
     command = [
         str(warm.python),

@@ -19,6 +19,7 @@ from benchmarks.prge import superglue
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.nightly
 def test_a_table_continues_at_its_last_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_full_is_the_candidate_that_was_chosen() -> None:
             assert abs(row["text_change"]) < 1  # all are the base model if g is nothing
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_a_deeper_smollm2_has_its_own_layers_again() -> None:
     family = inverse.deep(34, "float32")

@@ -77,6 +77,7 @@ def test_updates_in_hooks_match_updates_after_the_backward_pass() -> None:
         assert torch.equal(value, after["sft-fused"][1][name]), name
 
 
+@pytest.mark.nightly
 def test_the_gpu_part_also_runs_on_a_cpu() -> None:
     args = arguments(
         cuda=True, device="cpu", shape="tiny-moe", length=16, limit_gb=0.02, target_gb=0.012, max_rows=32,
@@ -97,6 +98,7 @@ def test_the_gpu_part_also_runs_on_a_cpu() -> None:
     assert nothing[0]["rows"] is None and nothing[0]["peak_bytes"] is None
 
 
+@pytest.mark.nightly
 def test_the_quality_run_and_its_parts(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A way that diverges is counted and not averaged; files of two seeds are the table of both."""
     rows = [

@@ -18,14 +18,19 @@ from ondevice.artifact.files import write_tensors
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.artifact.weights import ALIGNMENT_BYTES, WEIGHTS_NAME, MappedWeights, write_weights
 from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError, TrainingError
+from ondevice.core.program import FUSED
 from ondevice.core.registry import method_config, open_session
 from ondevice.exporters.executorch import blocks
 from ondevice.models import load_model
+from tests.conformance.table import TABLE
 from tests.methods.reference import batch
-from tests.programs import BLOCKS, model, program
+from tests.programs import BLOCKS, model, parameters, program
 
 pytest.importorskip("executorch.exir")
 EXACT_BLOCKS = [name for name in BLOCKS if "8da8w" not in name]
+OF_THE_TABLE = {row.program for row in TABLE}
+"""What tests/conformance holds against autodiff, as each export does before it is written."""
+VERIFIED = [name for name in EXACT_BLOCKS if name not in OF_THE_TABLE or name == "blocks"]
 STOCK = {"aten", "dim_order_ops", "executorch_prim", "quantized_decomposed"}
 
 
@@ -49,7 +54,7 @@ def damaged(folder: Path) -> Any:
     return BlocksSession(folder, read_manifest(folder, check_files=False))
 
 
-@pytest.mark.parametrize("name", EXACT_BLOCKS)
+@pytest.mark.parametrize("name", parameters(VERIFIED))
 def test_verify_holds_a_program_against_autodiff(name) -> None:
     result = verify(program(name), steps=6)
     assert result["ok"] and result["steps"] == 6 and json.dumps(result)
@@ -57,12 +62,13 @@ def test_verify_holds_a_program_against_autodiff(name) -> None:
     assert result["min_gradient_cosine"] >= 1 - 1e-6 and result["max_abs_adapter_error"] <= 1e-4
 
 
-@pytest.mark.parametrize("name", EXACT_BLOCKS)
+@pytest.mark.parametrize("name", parameters(EXACT_BLOCKS))
 def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     manifest, weights = read_manifest(program(name)), MappedWeights(program(name) / WEIGHTS_NAME)
     spec = manifest.program_spec
     assert spec.shape == "blocks" and spec.weights == WEIGHTS_NAME and manifest.custom_ops == ()
-    assert all(op.split("::")[0] in STOCK for method in spec.methods.values() for op in method.ops)
+    stock = {key: method for key, method in spec.methods.items() if not key.startswith(FUSED)}
+    assert all(op.split("::")[0] in STOCK for method in stock.values() for op in method.ops)
     trained = [
         method
         for key, method in spec.methods.items()
@@ -91,7 +97,7 @@ def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     (block,) = (
         method
         for key, method in spec.methods.items()
-        if key == f"block_forward_{manifest.batch_size}x16"
+        if key == f"block_forward_{manifest.batch_size}x{max(manifest.lengths_tokens)}"
     )
     assert next(port.name for port in block.inputs if port.role == "frozen").startswith(
         "model.layers.{layer}."
@@ -325,3 +331,44 @@ def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
     method = ProgramModule("gelu", torch.nn.GELU(approximate="tanh"), hidden, hidden)
     lowered = lower_portable([method], packed_from_rows=16)
     assert (lowered.delegates, lowered.ops["gelu"]) == ({"gelu": 0}, ["aten::gelu.out"])
+
+
+IN_OPS = ["blocks", "blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks of gemma3_text"]
+
+
+@pytest.mark.parametrize("name", IN_OPS)
+def test_functions_in_this_projects_ops_learn_what_those_of_the_stock_runtime_do(name) -> None:
+    folder = program(name)
+    manifest = read_manifest(folder)
+    limit = 3e-2 if manifest.quantize == "8da8w" else 1e-5  # another rounding of activations
+    results = []
+    for stock in (False, True):
+        session = blocks.BlocksSession(folder, manifest, stock=stock)
+        assert session.fused is not stock
+        rows, length = manifest.batch_size, max(manifest.lengths_tokens)
+        losses = [
+            session.step(*batch(rows, length, seed=number), number, 1e-2).loss
+            for number in range(3)
+        ]
+        nll, counts = session.evaluate(*batch(manifest.eval_batch_size, length, seed=7))
+        results.append((np.array(losses), nll, counts, session.flat().copy()))
+        session.close()
+    (losses, nll, counts, flat), (stock_losses, stock_nll, stock_counts, stock_flat) = results
+    np.testing.assert_allclose(losses, stock_losses, rtol=limit)
+    np.testing.assert_allclose(nll, stock_nll, rtol=limit)
+    assert (counts == stock_counts).all()
+    assert np.linalg.norm(flat - stock_flat) <= max(limit, 1e-4) * np.linalg.norm(stock_flat)
+
+
+def test_a_machine_without_a_compiler_runs_the_stock_functions_and_says_so(
+    monkeypatch, caplog
+) -> None:
+    def no_compiler() -> None:
+        raise MissingPackageError("no C++ compiler was found")
+
+    from ondevice.exporters.executorch import session as sessions
+
+    monkeypatch.setattr(sessions, "load_executorch_ops", no_compiler)
+    session = opened()
+    assert not session.fused and "stock runtime's kernels" in caplog.text
+    assert np.isfinite(session.step(*batch(2, 16), 0, 1e-3).loss)

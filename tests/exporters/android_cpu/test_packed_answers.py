@@ -13,7 +13,7 @@ import torch
 
 from ondevice.api.chat import open_chat
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
-from ondevice.artifact.manifest import read_manifest
+from ondevice.artifact.manifest import ANSWERS, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 from ondevice.generation.generator import generate
 from ondevice.models import load_model
@@ -22,7 +22,7 @@ from tests.programs import model, program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch import answers
-from ondevice.exporters.executorch.packed import ANSWERS, PackedModel
+from ondevice.exporters.executorch.packed import PackedModel
 
 PROMPT = list(b"A prompt of more tokens than are read at once; forty-one, or some more. " * 2)
 NAME = "blocks of granite"
@@ -53,7 +53,7 @@ def test_two_hundred_greedy_tokens_are_eager_pytorchs(adapter) -> None:
     writer, written = PackedModel(program(NAME) / ANSWERS), []
     writer.use(adapter)
     logits = writer.feed(PROMPT)
-    assert len(PROMPT) > writer.chunk
+    assert len(PROMPT) > writer.piece_tokens
     for _ in range(200):
         written.append(int(logits.argmax()))
         logits = writer.feed(written[-1:])

@@ -23,20 +23,24 @@ from ondevice.methods.prge.subspace import read_factors
 from ondevice.methods.prge.subspace_program import ProgramSubspace
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model
-from tests.programs import PROGRAMS, config, model, program, report
+from tests.conformance.table import TABLE
+from tests.programs import PROGRAMS, config, marks, model, program, report
 
 pytest.importorskip("executorch.exir")
 STOCK = {"aten", "dim_order_ops"}
 """Namespaces of the portable kernels that every build of the runtime has."""
 SLOW = {"8da4w", "q4 untied, tiled, labelled"}
-REPLAYED = (
-    *("functional", "stateful", "q4", "fused loss, one-sided"),
-    *("subspace, answers", "subspace, stateful"),
-)
-EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
+OF_THE_TABLE = {row.program for row in TABLE}
+"""What tests/conformance holds against eager PyTorch, step for step and after a restart."""
+REPLAYED = ("fused loss, one-sided", "subspace, stateful", "q4 untied, tiled, labelled")
+EVERY = {
+    name: pytest.param(name, marks=[*marks(name), *([pytest.mark.slow] if name in SLOW else [])])
+    for name in PROGRAMS
+}
+VERIFIED = [EVERY[name] for name in PROGRAMS if name not in OF_THE_TABLE or name == "functional"]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", VERIFIED)
 def test_verify_holds_a_program_against_eager(name) -> None:
     result = verify(program(name), steps=7)
     loose = name == "8da4w"
@@ -47,7 +51,7 @@ def test_verify_holds_a_program_against_eager(name) -> None:
     assert result["gradient_correlation"] >= (0.9 if loose else 0.99999)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY.values())
 def test_the_manifest_says_what_the_program_is(name) -> None:
     manifest, settings = read_manifest(program(name)), config(name)
     state, stateful = manifest.program_spec.state, settings.export.form == "stateful"

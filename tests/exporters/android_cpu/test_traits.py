@@ -26,7 +26,13 @@ def job(folder: Path, method: str) -> ExportJob:
 
 
 @pytest.mark.parametrize(
-    ("family", "kinds"), [("granite", ()), ("gemma3_text", (0, 1, 0)), ("smollm3", (0, 1, 0))]
+    ("family", "kinds"),
+    [
+        ("granite", ()),
+        ("gemma3_text", (0, 1, 0)),
+        ("lfm2", (0, 1, 0)),
+        ("smollm3", (0, 1, 0)),
+    ],
 )
 def test_a_block_program_has_functions_for_every_kind_of_layer(
     family: str, kinds: tuple[int, ...]

@@ -43,6 +43,7 @@ KINDS = {
     "llama": ("llama", {}, {"rank": 3, "target_modules": ["q_proj", "o_proj", "down_proj"],
                             "optimizer": "sgd", "loss_chunk_tokens": 7}),
     "gemma3_text": ("gemma3_text", {"layers": 3}, {"rank": 2}),
+    "lfm2": ("lfm2", {"layers": 3}, {"rank": 2}),
     "phi3 in 4 bits": ("phi3", {}, {"rank": 2, "bits": 4}),
 }  # fmt: skip
 
@@ -190,6 +191,7 @@ def test_an_export_on_a_gpu_has_functions_only_for_the_gpu(model, tmp_path, monk
     assert raised.value.expected == "functions"
 
 
+@pytest.mark.sampled(every=5)
 def test_verify_accepts_the_exported_model_and_refuses_another(artifact, model) -> None:
     folder, _ = artifact
     result = verify(folder, steps=3)
@@ -201,6 +203,7 @@ def test_verify_accepts_the_exported_model_and_refuses_another(artifact, model) 
     assert raised.value.expected == read_manifest(folder).model.sha256
 
 
+@pytest.mark.sampled(every=5)
 def test_a_batch_of_another_shape_is_refused(artifact) -> None:
     session = open_artifact(artifact[0])
     for shape in ((1, 16), (2, 17)):
@@ -226,6 +229,7 @@ def damaged(folder: Path, to: Path, name: str, change: Any) -> MlxProgramSession
     return opened(to, manifest)
 
 
+@pytest.mark.sampled(every=5)
 def test_a_function_of_another_version_of_mlx_is_refused(artifact, tmp_path) -> None:
     def older(data: bytes) -> bytes:
         version = mx.__version__.encode()
@@ -239,6 +243,7 @@ def test_a_function_of_another_version_of_mlx_is_refused(artifact, tmp_path) -> 
     assert raised.value.received == "0.25.1" and "project.mlxfn" in raised.value.message
 
 
+@pytest.mark.sampled(every=5)
 def test_a_damaged_function_and_truncated_weights_are_named(artifact, tmp_path) -> None:
     with pytest.raises(ArtifactError) as raised:
         damaged(artifact[0], tmp_path / "one", "functions/project.mlxfn", lambda data: data[:-40])
@@ -292,6 +297,7 @@ def test_what_cannot_be_exported_is_listed(model) -> None:
     assert "method lora does not export to apple-mlx" in raised.value.message
 
 
+@pytest.mark.sampled(every=5)
 def test_a_file_for_metal_differs_only_in_its_devices(artifact) -> None:
     folder = artifact[0]
     for path in (folder / "functions").iterdir():
@@ -403,6 +409,7 @@ def in_cpp(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 def test_the_cpp_host_trains_to_the_same_bits(host, artifact, tmp_path, options) -> None:
     folder, _ = artifact
@@ -421,6 +428,7 @@ def test_the_cpp_host_trains_to_the_same_bits(host, artifact, tmp_path, options)
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=5)
 def test_the_cpp_host_names_what_is_wrong(host, artifact, tmp_path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(artifact[0], copy)

@@ -16,10 +16,11 @@ from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.torch import Follower, Leader, LspSession
 from ondevice.models.load import tiny_model
-from ondevice.offload.engine import join
+from ondevice.offload.session import join
 from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
+from tests.offload.trees import evaluated_trees
 
 STEPS, ROWS = 7, 4
 PROJECTORS: dict[str, Any] = {
@@ -73,10 +74,12 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     nll, _ = engine.evaluate(*batches(1, rows=5, seed=7)[0])
     found = {
         "losses": losses,
-        "weights": engine.weights(engine.dtype),
-        "nll": torch.from_numpy(nll),
+        "weights": {
+            (name, first): flat for name, first, flat in engine.weight_parts(engine.store.flats())
+        },
+        "nll": torch.cat([torch.from_numpy(nll), evaluated_trees(engine)]),
     }
-    found["bytes"] = engine.store.bytes + sum(part.moments.nbytes for part in engine.parts)
+    found["bytes"] = engine.store.bytes
     found["checks"] = {
         name: (check.before, check.after) for name, check in engine.bias_checks.items()
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -13,13 +12,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.lsp.adamw import LspAdamW  # noqa: E402
-from ondevice.core.errors import DataError, TrainingError  # noqa: E402
+from ondevice.core.errors import DataError, ModelError, TrainingError  # noqa: E402
 from ondevice.methods.lsp import engine as lsp_engine  # noqa: E402
-from ondevice.methods.lsp import updates  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig, ProjectorConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
+from ondevice.methods.lsp.projected import split  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
+from ondevice.offload import updater  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
 from tests.offload.faults import LaggingDevice, LateDevice  # noqa: E402
 
@@ -38,11 +38,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"layers": 3}),
     "qwen2": ("qwen2", {"layers": 2, "tied": False}),
     "gpt2": ("gpt2", {"layers": 2}),
+    "qwen2_moe": ("qwen2_moe", {"layers": 2}),
+    "qwen3_moe": ("qwen3_moe", {"layers": 2, "tied": False}),
 }
 SAME: list[dict[str, Any]] = [
     {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"weight_placement": "host", "window": 4},
     {"weight_dtype": "float32"},
-    {"activations": "host"}, {"gradient_buffers": 2}, {"max_grad_norm": 1e9, "clip": "global"},
+    {"activations": "host"}, {"gradient_buffers": 2},
+    {"disk_fraction": 1.0, "disk_masters": True}, {"max_grad_norm": 1e9, "clip": "global"},
     {"bus_limit_gb_per_s": 0.5},
 ]  # fmt: skip
 """Settings that change no bit."""
@@ -110,6 +113,101 @@ def test_the_engine_is_the_method_in_memory(name: str, optimizer: str) -> None:
     assert furthest(trained, weights) < 2e-3
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_each_expert_changes_in_a_subspace_of_its_own_as_in_memory(name: str) -> None:
+    """Across a refresh; what crosses the bus of an expert's matrix is its change."""
+    data = batches(STEPS)
+    losses, weights = in_memory(name, data, PROJECTORS)
+    family, sizes = FAMILIES[name]
+    engine = LspEngine(tiny_model(family, **sizes).family, settings(), "cpu")
+    try:
+        ours = [engine.step(*batch, step, RATE) for step, batch in enumerate(data)]
+        engine.flush()
+        trained = engine.weights()
+        names = {matrix.name for part in engine.parts for _, matrix, _ in part.matrices}
+        numbers = [matrix.number for part in engine.parts for _, matrix, _ in part.matrices]
+    finally:
+        engine.close()
+    np.testing.assert_allclose(ours, losses, rtol=2e-5)
+    assert furthest(trained, weights) < 2e-3
+    for side in ("gate_up_proj", "down_proj"):
+        own = {one for one in names if f"layers.1.mlp.experts.{side}." in one}
+        assert len(own) == 6
+    assert len(set(numbers)) == len(numbers), "two matrices draw the same projectors"
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_every_parameter_of_a_mixture_is_trained(name: str) -> None:
+    """The router's weight is a matrix of no linear module; it is updated exactly as AdamW does."""
+    family, sizes = FAMILIES[name]
+    before = {
+        key: value.detach().clone()
+        for key, value in tiny_model(family, **sizes).model.named_parameters()
+    }
+    assert max(before["model.layers.0.mlp.gate.weight"].shape) > PROJECTORS["subspace"]
+    _, trained, _ = train(name, batches(3))
+    still = [key for key, value in trained.items() if torch.equal(value, before[key])]
+    assert still == []
+    exact = ProjectorConfig(**PROJECTORS | {"subspace": 1 << 20})
+    _, adamw, _ = train(name, batches(1), subspace=exact.subspace)
+    _, ours, _ = train(name, batches(1))
+    for key in before:
+        if ".mlp.gate.weight" in key:  # a first step depends on the first gradient only
+            torch.testing.assert_close(ours[key], adamw[key], rtol=1e-4, atol=1e-6)
+
+
+def test_a_projected_weight_of_no_linear_module_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = tiny_model("llama").family
+    every = {id(parameter) for parameter in family.model.parameters()}
+    monkeypatch.setattr(lsp_engine, "split", lambda *given: split(*given[:8], every, *given[9:]))
+    monkeypatch.setattr(lsp_engine, "is_linear", lambda module: False)
+    with pytest.raises(ModelError) as caught:
+        LspEngine(family, settings(), "cpu")
+    assert "self_attn.q_proj.weight" in caught.value.message
+
+
+def test_drawn_projectors_stay_in_the_first_step() -> None:
+    engine = LspEngine(tiny_model("llama").family, settings(learned=False, check_every=2), "cpu")
+    try:
+        matrices = [matrix for part in engine.parts for _, matrix, _ in part.matrices]
+        for step, batch in enumerate(batches(3)):
+            engine.step(*batch, step, RATE)
+            assert {matrix.turn for matrix in matrices} == {step // 2}
+    finally:
+        engine.close()
+
+
+def test_the_bias_is_checked_on_the_first_micro_batch_with_labels() -> None:
+    [(ids, labels)] = batches(1, rows=4)
+    labels[:2] = -100
+    engine = LspEngine(tiny_model("llama").family, settings(micro_batch_size=2), "cpu")
+    try:
+        engine.step(ids, labels, 0, RATE)
+        seen = {name: check.before for name, check in engine.bias_checks.items()}
+    finally:
+        engine.close()
+    engine = LspEngine(tiny_model("llama").family, settings(), "cpu")
+    try:
+        engine.step(ids[2:], labels[2:], 0, RATE)
+        expected = {name: check.before for name, check in engine.bias_checks.items()}
+    finally:
+        engine.close()
+    assert min(expected.values()) > 0.1
+    assert seen == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_a_head_in_tiles_is_trained_as_in_memory(name: str) -> None:
+    """Of several tiles a check gathers the whole gradient; between checks no tile is kept."""
+    data = batches(STEPS)
+    losses, weights = in_memory(name, data, PROJECTORS)
+    ours, trained, _ = train(name, data, loss_tiles=3)
+    np.testing.assert_allclose(ours, losses, rtol=2e-5)
+    assert furthest(trained, weights) < 2e-3
+
+
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
 def test_schedules_and_placements_change_no_bit(name: str) -> None:
     data = batches(7)
@@ -119,6 +217,7 @@ def test_schedules_and_placements_change_no_bit(name: str) -> None:
         assert ours == losses and furthest(trained, weights) == 0, values
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "values",
     [{}, {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"weight_dtype": "nf4"},
@@ -203,6 +302,28 @@ def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str
         assert float((after[name] - value).abs().max()) <= allowed * float(value.abs().max()), name
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weight_decay_reaches_the_changes_that_a_quantised_base_cannot_take(kind: str) -> None:
+    """With steps of length nothing, a weight shrinks by the decay only, its older changes too."""
+    chosen = settings(weight_dtype=kind, check_every=2, threshold=0.0, weight_decay=0.5)
+    engine = LspEngine(tiny_model("llama").family, chosen, "cpu")
+    try:
+        for step, batch in enumerate(batches(5)):
+            engine.step(*batch, step, 0.1)
+        engine.flush()
+        assert all(part.older for part in engine.parts if part.unit.kind == "layer")
+        before = {name: value.clone() for name, value in engine.weights().items()}
+        still = engine.config.model_copy(update={"eps": 1e20})
+        engine.updater.clipping.config = still
+        engine.step(*batches(1)[0], 5, 0.1)
+        engine.flush()
+        after = engine.weights()
+    finally:
+        engine.close()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value * (1 - 0.1 * 0.5), rtol=1e-5, atol=1e-6)
+
+
 def test_a_fold_in_chunks_is_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     data = batches(7)
     losses, weights, _ = train("llama", data)
@@ -263,21 +384,6 @@ def test_sliding_weights_come_once_up_and_once_down_but_for_the_window(
     engine.close()
 
 
-def test_the_transition_layer_is_the_paper_s() -> None:
-    engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
-    engine.updates.plan(0.030, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
-    assert engine.updates.transition == round(12 - (0.030 - 0.006) / 0.003)
-    engine.updates.plan(10.0, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
-    assert engine.updates.transition == 0
-    engine.updates.plan(0.0, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
-    assert engine.updates.transition == 12
-    engine.updates.transition = 2
-    order = sorted(engine.parts, key=engine.updates._priority)
-    assert [part.unit.name for part in order][:4] == ["embedding", "rest", "layer 0", "layer 1"]
-    assert engine.updates._priority(engine.parts[2]) == updates.LATER
-    engine.close()
-
-
 def test_a_thread_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
     data = batches(3)
@@ -287,8 +393,8 @@ def test_a_thread_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(updates, "layer_adam", fail)
-    monkeypatch.setattr(updates, "torch_adam", fail)
+    monkeypatch.setattr(updater, "layer_adam", fail)
+    monkeypatch.setattr(updater, "torch_adam", fail)
     with pytest.raises(TrainingError) as caught:
         for step in (1, 2):
             engine.step(*data[step], step, RATE)
@@ -299,8 +405,8 @@ def test_a_thread_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_hangs_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LspEngine(tiny_model("llama", layers=2).family, settings(timeout_s=1.0), "cpu")
-    monkeypatch.setattr(updates, "layer_adam", lambda *_, **__: time.sleep(4))
-    monkeypatch.setattr(updates, "torch_adam", lambda *_, **__: time.sleep(4))
+    monkeypatch.setattr(updater, "layer_adam", lambda *_, **__: time.sleep(4))
+    monkeypatch.setattr(updater, "torch_adam", lambda *_, **__: time.sleep(4))
     began = time.monotonic()
     with pytest.raises(TrainingError):
         for step, batch in enumerate(batches(2)):
@@ -380,47 +486,3 @@ def test_graphs_on_a_gpu_change_little(compute: str) -> None:
         results[1][:7], results[0][:7], rtol=1e-3 if compute == "float32" else 2e-2
     )
     np.testing.assert_allclose(results[1], results[0], rtol=5e-2)
-
-
-def test_a_gradient_that_is_there_leaves_before_an_urgent_one_that_is_not() -> None:
-    """The lowest layer's is the most urgent, but it is still computed; the other one need not wait for it."""
-    engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
-    try:
-        queue, computed, left = engine.updates, threading.Event(), list[str]()
-        queue.transition = 3
-
-        class Later:
-            def done(self) -> bool:
-                return computed.is_set()
-
-            def wait(self) -> None:
-                computed.wait(120)
-
-        class AtOnce:
-            def done(self) -> bool:
-                return True
-
-            def wait(self) -> None:
-                return
-
-        moved = queue.transfers.to_host
-
-        def to_host(unit: Any, *rest: Any) -> Any:
-            left.append(unit.name)
-            return moved(unit, *rest)
-
-        queue.transfers.to_host = to_host  # type: ignore[method-assign]
-        slots = {i: engine.cache.layer_gradient(i) for i in (0, 2)}
-        for i, event in ((0, Later()), (2, AtOnce())):
-            queue.device.record = lambda lane, event=event: event  # type: ignore[method-assign,misc]
-            part = engine.parts[engine.units.layers[i].index]
-            queue.send(part, slots[i], engine.exact[part.unit.index], None)
-        del queue.device.record
-        part = engine.parts[engine.units.layers[2].index]
-        queue.wait(part, engine.exact[part.unit.index])
-        assert left == ["layer 2"]
-        computed.set()
-        engine.flush()
-        assert left == ["layer 2", "layer 0"]
-    finally:
-        engine.close()

@@ -9,10 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.lsp import updates  # noqa: E402
+from ondevice.methods.lsp import window as lsp_window  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
+from ondevice.offload import disk_states, store, updater  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
@@ -37,12 +38,13 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_nothing_touches_memory_too_early(
     config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert races(config, tied, monkeypatch) == []
+    assert races(config, tied, False, monkeypatch) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_nothing_touches_memory_too_early(
 def test_ranks_do_one_thing_after_the_other(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert races({"micro_batch_size": 1, **config}, False, monkeypatch, ranked=True) == []
+    assert races({"micro_batch_size": 1, **config}, False, True, monkeypatch) == []
 
 
 @pytest.mark.parametrize(
@@ -70,28 +72,28 @@ def test_a_lane_that_does_not_wait_is_noticed(
     What leaves begins when it is computed, so `to_host` would not have to wait here; SlideFormer's has to.
     """
     leave_out_hold(monkeypatch, module, function)
-    assert races(config, False, monkeypatch)
+    assert races(config, False, False, monkeypatch)
 
 
 def races(
-    config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch, ranked: bool = False
+    config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """Return the races of steps with and without a check of the bias, an evaluation and another step."""
-    with checking(monkeypatch, updates) as (checker, device):
+    """Return the races of steps with and without a check of the bias, an evaluation, what a loaded
+    checkpoint sends, and another step."""
+    with checking(monkeypatch, lsp_window, updater, store, disk_states) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         model = tiny_model("llama", layers=4, tied=tied).family
-        settings = LspConfig(timeout_s=20.0, threads=1, **PROJECTORS, **config)
+        settings = LspConfig(**{"timeout_s": 20.0, "threads": 1, **PROJECTORS, **config})
         with checker.quiet():
             engine = LspEngine(
                 model, settings, "cpu", ranks=CheckedRanks(checker) if ranked else SINGLE
             )
-        for part in engine.parts:
-            checker.on_host(*part.moments.tensors().values())
         names(checker, engine, "engine")
         try:
             data = batches(3, rows=2 + 2 * ranked, length=6)
             run(engine, data)
             engine.evaluate(*data[0])
+            engine.window.forget_wires()
             run(engine, data[:1])
         finally:
             engine.close()

@@ -20,7 +20,7 @@ from tests.methods.slideformer.test_memory import live, only_new, storages  # no
 ROWS, LENGTH = 4, 16
 SMALL = {"subspace": 48, "nonzeros": 4, "threshold": 10.0, "threads": 1, "timeout_s": 120.0}
 SIZES = {"layers": 6, "hidden": 128, "intermediate": 384, "vocab": 512}
-STEP = ("bias check", "kept inputs", "activations", "logits")
+STEP = ("bias check", "kept inputs", "activations", "logits", "gradients of experts")
 """Parts that are there during a step alone."""
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -34,6 +34,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"subspace": 200}, {"tied": False}),
     ({"project": False}, {}),
     ({"project": False, "schedule": "zero"}, {"tied": False}),
+    ({"moments": "bfloat16"}, {}),
+    ({"loss_tiles": 5}, {"tied": False}),
+    ({}, {"family": "qwen2_moe"}),
+    ({"compute": "float32"}, {"family": "qwen3_moe", "tied": False}),
 ]
 
 
@@ -66,8 +70,10 @@ def test_planned_bytes_are_those_of_the_engine(
             assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(
                 stays, rel=0.1
             ), planned
-            assert narrow(loaded.dims, settings) == sum(part.narrow for part in engine.parts)
-            whole = sum(piece.numel for part in engine.parts for piece in part.exact.pieces)
+            assert narrow(loaded.dims, settings) == sum(
+                own.numel for part in engine.parts for _, _, own in part.matrices
+            )
+            whole = sum(piece.numel for part in engine.parts for piece in part.exact)
             assert exact(loaded.dims, settings) == whole
             engine.timeline.drain()
             engine.began = None

@@ -45,6 +45,8 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"project": False, "compute": "float32"}, False),
     ({"max_grad_norm": 0.5, "schedule": "zero"}, True),
     ({"learned": False, "micro_batch_size": 2}, True),
+    ({"moments": "bfloat16", "weight_decay": 0.1}, True),
+    ({"disk_fraction": 1.0, "disk_masters": True}, False),
 ]
 
 
@@ -86,7 +88,6 @@ def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> No
         name for name in kept if not np.shares_memory(kept[name], kept[name].copy())
     }
     saved.load_arrays(resumed, kept)
-    resumed.put_exact()
     assert run(resumed, BEFORE, AFTER) == losses
     ours, theirs = state(straight), state(resumed)
     assert ours.keys() == theirs.keys()
@@ -139,3 +140,12 @@ def test_a_checkpoint_from_before_the_weights_changed_is_refused(opened) -> None
     run(engine, 2, 3)
     with pytest.raises(CheckpointError):
         saved.load_arrays(engine, early)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_by_name(opened) -> None:
+    engine = opened({})
+    old = {"change/layer.0": np.zeros(4, dtype=np.float32), **state(engine)}
+    with pytest.raises(CheckpointError) as caught:
+        saved.load_arrays(engine, old)
+    assert "older version of lsp" in caught.value.message
+    assert "model/" in str(caught.value.hint)

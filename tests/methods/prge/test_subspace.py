@@ -92,6 +92,14 @@ def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optim
     }
     for weight in weights.values():
         weight.requires_grad_(True)
+    squares = {entry: torch.zeros(entry.inputs) for entry in weights}
+    for entry in weights:
+
+        def add(_: object, inputs: Any, total: torch.Tensor = squares[entry]) -> None:
+            total += inputs[0].detach().square().flatten(0, -2).sum(0)
+
+        name = plain.family.linear_name(entry.layer, entry.target)
+        plain.model.get_submodule(name).register_forward_pre_hook(add)
     left = 5
     for step in range(3):
         for ids, labels in zip(*(torch.from_numpy(x) for x in batch(2, seed=step)), strict=True):
@@ -106,6 +114,11 @@ def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optim
         for ours, exact in ((factors.a.double(), u[:, :4]), (factors.c.double().t(), v[:4].t())):
             cosines = torch.linalg.svdvals(torch.linalg.qr(ours)[0].t() @ exact)
             assert cosines.min() > 0.999
+        # The docstring's scales: the default rate is for them. (Tokens after the last label are not run.)
+        passed = (factors.a.square() * squares[entry][:, None]).sum()
+        torch.testing.assert_close(passed, 4 * squares[entry].mean(), rtol=5e-3, atol=0.0)
+        rows = factors.c @ factors.c.t()
+        torch.testing.assert_close(rows, torch.eye(4) * entry.outputs / 4, rtol=1e-4, atol=1e-3)
 
     ids, labels = batch(2, seed=0)
     before = session.flat().copy()

@@ -105,6 +105,7 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path, warm) -> None:
     assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("granite", "exact", {})]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ondevice.core.errors import ModelError, TrainingError
-from ondevice.methods.revffn.couplings import attention_between
+from ondevice.methods.revffn.couplings import Place, attention_between
 from ondevice.methods.revffn.inversion import measure
 from ondevice.methods.revffn.passes import Passes
 from ondevice.methods.revffn.reversible import Reversible
@@ -32,20 +32,20 @@ def weak(factor: float = 0.1, **settings: Any) -> Reversible:
 def test_attention_between_a_stream_and_itself_is_the_familys(family: str) -> None:
     source = tiny_model(family, 2, tied=False).family
     h, other = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(1))
-    position = source.positions(9, "cpu", torch.float32)
+    place = Place(source.positions(9, "cpu", torch.float32))
     torch.testing.assert_close(
-        attention_between(source, 1, h, h, position), source.attention_branch(1, h, position)
+        attention_between(source, 1, h, h, place), source.attention_branch(1, h, *place)
     )
-    crossed = attention_between(source, 1, h, other, position)
+    crossed = attention_between(source, 1, h, other, place)
     changed = other.clone()
     changed[:, 5] += 1.0
-    seen = attention_between(source, 1, h, changed, position) - crossed
+    seen = attention_between(source, 1, h, changed, place) - crossed
     assert (
         seen[:, 5:].abs().amax(-1).min() > 1e-4 and not seen[:, :5].any()
     )  # keys and values, causally
     changed = h.clone()
     changed[:, 5] += 1.0
-    seen = attention_between(source, 1, changed, other, position) - crossed
+    seen = attention_between(source, 1, changed, other, place) - crossed
     assert (
         seen[:, 5].abs().max() > 1e-4 and not seen[:, 6:].any() and not seen[:, :5].any()
     )  # queries: this token's

@@ -77,6 +77,14 @@ def test_an_overflow_names_the_layer_and_a_scale_that_does(coupling: str) -> Non
     assert same_bits(rebuilt(again, ids)[1], stored(again, ids)[1])
 
 
+@given(st.floats(1e-6, 1e12), st.integers(1, MOST_BITS))
+def test_the_advice_never_repeats_the_scale_that_failed(peak: float, bits: int) -> None:
+    hint = StreamOverflow("layer 0", bits, peak).hint or ""
+    named = re.search(r"fraction_bits: (\d+)", hint)
+    if peak * 2.0**bits >= ROOM:
+        assert (int(named[1]) < bits) if named else "streams: bfloat16" in hint
+
+
 def test_a_scale_that_is_too_fine_is_refused() -> None:
     reversible = network(coupling="exact", fraction_bits=30)
     with torch.no_grad():

@@ -270,3 +270,22 @@ def test_there_is_no_adapter_and_nothing_to_replay() -> None:
     with pytest.raises(ConfigError):
         session.load_adapter(None)
     assert not isinstance(session, Replaying)
+
+
+@pytest.mark.parametrize("recompute", ["reversible", "stored"])
+def test_bfloat16_gradients_of_micro_batches_are_added_in_float32(recompute: str) -> None:
+    """Eight rows of as many labels: each row's gradient by itself is eight times its share."""
+    ids = np.random.default_rng(5).integers(0, 256, (8, 9))
+    labels = ids.copy()
+    labels[:, 0] = -100
+    parts = {"recompute": recompute, "micro_batch_size": 1}
+    _, sums = opened("llama", {"tied": False}, "bfloat16", **parts).gradients(ids, labels)
+    alone = opened("llama", {"tied": False}, "bfloat16", recompute=recompute)
+    each = [alone.gradients(ids[[row]], labels[[row]])[1] for row in range(8)]
+    for name, total in sums.items():
+        assert total.dtype == torch.float32
+        expected = torch.zeros_like(total)
+        for gradients in each:
+            assert gradients[name].dtype == torch.bfloat16
+            expected += gradients[name].float() / 8
+        assert torch.equal(total, expected), name

@@ -14,6 +14,7 @@ from ondevice.core.errors import CheckpointError
 from ondevice.core.registry import method_config
 from ondevice.methods.revffn import updates
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
+from tests.sampling import part_of
 
 RATE, STEPS, SEED = 1e-2, 4, 7
 SHAPES = [(40, 24), (24, 40), (3, 20, 12), (33,), (96, 64)]
@@ -106,7 +107,7 @@ def test_8_bit_updates_are_those_of_bitsandbytes(
     assert kept <= 2.1 * 96 * 64
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=part_of(25), deadline=None)
 @given(
     st.sampled_from(["sgd", "adamw", "adamw8bit", "adafactor"]),
     st.lists(st.integers(1, 70), min_size=1, max_size=3),

@@ -25,15 +25,16 @@ from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.torch import (
     Follower,
     Leader,
-    SlideformerEngine,
     SlideformerSession,
     agreed,
 )
 from ondevice.models.load import tiny_model
-from ondevice.offload.engine import join
+from ondevice.offload.engine import OffloadEngine
+from ondevice.offload.session import join
 from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches, run
+from tests.offload.trees import evaluated_trees
 
 STEPS = 10
 ROWS = {1: 12, 2: 4, 3: 6}
@@ -84,7 +85,7 @@ THREE = (
 """Those that three ranks make, too: no size of a unit is a multiple of three."""
 
 
-def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
+def parts(engine: OffloadEngine) -> dict[tuple[str, int], torch.Tensor]:
     """Masters that this rank keeps, flat, by parameter and the first element that is here."""
     masters = engine.store.masters()
     pieces = [
@@ -105,14 +106,14 @@ def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -
     `world` ranks have."""
     settings, family, sizes = RUNS[name]
     config = SlideformerConfig(timeout_s=30.0, threads=1, **settings)
-    engine = SlideformerEngine(tiny_model(family, **sizes).family, config, device, ranks)
+    engine = OffloadEngine(tiny_model(family, **sizes).family, config, device, ranks)
     losses = run(engine, batches(STEPS, rows=ROWS[world]), 1e-3)
     ids, labels = batches(1, rows=5, seed=7)[0]
     nll, _ = engine.evaluate(ids, labels)
     by_name = {
         "losses": losses,
         "masters": parts(engine),
-        "nll": torch.from_numpy(nll),
+        "nll": torch.cat([torch.from_numpy(nll), evaluated_trees(engine)]),
         "window": [
             slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)
         ],
@@ -198,7 +199,7 @@ def _refused(call: Any) -> str:
 
 def left_alone(ranks: Ranks, device: str, how: int) -> dict[str, Any]:
     """Rank 1 is killed or stopped between two steps."""
-    engine = SlideformerEngine(
+    engine = OffloadEngine(
         tiny_model("llama").family, SlideformerConfig(timeout_s=LIMIT_S, threads=1), device, ranks
     )
     began = 0.0

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ondevice.methods.slideformer.config import SlideformerConfig
-from ondevice.methods.slideformer.torch import SlideformerEngine
 from ondevice.models.load import tiny_model
+from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.gradients import ChunkedLoss
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -27,12 +27,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LEARNING_RATE = 1e-2
 
 
-def open_engine(config: dict[str, Any], family: str = "llama", **sizes: Any) -> SlideformerEngine:
+def open_engine(config: dict[str, Any], family: str = "llama", **sizes: Any) -> OffloadEngine:
     """An engine over a tiny model; its threads wait so long that only a hang is given up, on a busy machine too."""
     settings = {"timeout_s": 120.0, "threads": 1, **config}
-    return SlideformerEngine(
-        tiny_model(family, **sizes).family, SlideformerConfig(**settings), "cpu"
-    )
+    return OffloadEngine(tiny_model(family, **sizes).family, SlideformerConfig(**settings), "cpu")
 
 
 def batches(

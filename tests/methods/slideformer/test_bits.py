@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.torch import SlideformerEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
+from ondevice.offload.engine import OffloadEngine  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import (  # noqa: E402
@@ -135,7 +135,7 @@ def test_a_padding_row_learns_only_from_the_head(tied: bool) -> None:
     )
     start = reference.masters["model.embed_tokens.weight"][256].clone()
     reference.family.embedding.padding_idx = loaded.family.embedding.padding_idx = 256
-    engine = SlideformerEngine(
+    engine = OffloadEngine(
         loaded.family, SlideformerConfig(optimizer="torch", timeout_s=120), "cpu"
     )
     assert run(engine, data) == run_reference(reference, data)

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.updater import Updater  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.gradients import Clipping  # noqa: E402
 from ondevice.offload.units import SINGLE, cut  # noqa: E402
+from ondevice.offload.updater import Updater  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import InMemory, batches, differing, open_engine, outcome  # noqa: E402
 
@@ -72,6 +72,7 @@ class Clipped:
         return loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rule", ["previous", "layer", "global"])

@@ -26,11 +26,13 @@ from ondevice.core.errors import (  # noqa: E402
     StorageError,
     TrainingError,
 )
-from ondevice.methods.slideformer import updater  # noqa: E402
-from ondevice.methods.slideformer.store import TieredStore  # noqa: E402
-from ondevice.offload import drive  # noqa: E402
+from ondevice.offload import (  # noqa: E402
+    drive,
+    updater,
+)
 from ondevice.offload.device import BLOCK_BYTES  # noqa: E402
 from ondevice.offload.host import HostStore  # noqa: E402
+from ondevice.offload.store import TieredStore  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import batches, open_engine, run  # noqa: E402
 from tests.warm import Warm  # noqa: E402
@@ -157,7 +159,7 @@ def test_a_hanging_thread_does_not_hold_the_process(warm: Warm) -> None:
     code = """
 import threading
 from ondevice.core.errors import TrainingError
-from ondevice.methods.slideformer import updater  # noqa: E402
+from ondevice.offload import updater  # noqa: E402
 from tests.methods.slideformer.reference import batches, open_engine
 
 updater.layer_adam = updater.torch_adam = lambda *_, **__: threading.Event().wait()

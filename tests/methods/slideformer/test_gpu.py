@@ -93,14 +93,14 @@ def in_memory(
 def compare(device: str, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Largest difference of a loss; of all movement of parameters the share that differs; segments by step."""
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.torch import SlideformerEngine
+    from ondevice.offload.engine import OffloadEngine
 
     random = np.random.default_rng(0)
     sizes, length = (SMALL, 16) if device == "cpu" else (SIZES, 64)
     data = [random.integers(0, sizes["vocab_size"], (4, length)) for _ in range(STEPS)]
     config = SlideformerConfig(weight_decay=0.01, timeout_s=60.0, kernels="torch", **options)
     expected, first, masters = in_memory(tied, sizes, config, data, device)
-    engine = SlideformerEngine(make_family(tied, sizes), config, device)
+    engine = OffloadEngine(make_family(tied, sizes), config, device)
     segments, losses = [], []
     try:
         for step, ids in enumerate(data):

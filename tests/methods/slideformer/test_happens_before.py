@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.slideformer import disk, disk_states, store, updater  # noqa: E402
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
-from ondevice.methods.slideformer.torch import SlideformerEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
+from ondevice.offload import disk, disk_states, store, updater  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
+from ondevice.offload.engine import OffloadEngine  # noqa: E402
 from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload import mutations  # noqa: E402
@@ -35,9 +35,12 @@ CONFIGS: list[dict[str, Any]] = [
     {"resident_tables": True, "max_grad_norm": 0.1, "loss_tiles": 3},
     {"disk_fraction": 1.0, "disk_masters": True, "window": 2},
     {"disk_fraction": 0.5, "disk_masters": True, "optimizer": "torch", "resident_layers": 1},
+    {"experts": "used", "window": 2},
 ]
+MIXTURE = {"num_experts": 16, "num_experts_per_tok": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_nothing_touches_memory_too_early(
@@ -46,6 +49,7 @@ def test_nothing_touches_memory_too_early(
     assert races(config, tied, False, monkeypatch) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "config",
@@ -109,13 +113,21 @@ def test_the_mutation_list_matches_the_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["DiskStates.load", "Window._update_here: self.device.hold", "Transfers._ended"]
+    "text",
+    [
+        "DiskStates.load",
+        "Window._update_here: self.device.hold",
+        "Transfers._ended",
+        "OnHost.source",
+    ],
 )
 def test_each_mutation_is_noticed(text: str) -> None:
     site = next(site for site in mutations.sites() if text in site.place)
     name = json.loads(mutations.LIST.read_text())[site.place].removeprefix("noticed: ")
     assert (
-        mutations.noticed(site, [config for config in mutations.CONFIGS if config[0] == name])
+        mutations.noticed(
+            site, [config for config in mutations.configs_of(site) if config[0] == name]
+        )
         == name
     )
 
@@ -128,9 +140,11 @@ def races(
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         ranks = CheckedRanks(checker) if ranked else SINGLE
         model = tiny_model("llama", layers=5, tied=tied).family
+        if "experts" in config:
+            model = tiny_model("qwen3_moe", layers=4, tied=tied, **MIXTURE).family
         settings = SlideformerConfig(**{"timeout_s": 20.0, "threads": 1, **config})
         with checker.quiet():
-            engine = SlideformerEngine(model, settings, "cpu", ranks)
+            engine = OffloadEngine(model, settings, "cpu", ranks)
         names(checker, engine, "engine")
         try:
             data = batches(3, rows=2 + 2 * ranked, length=6)

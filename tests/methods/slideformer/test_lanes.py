@@ -26,6 +26,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", False)])
 def test_late_copies_give_the_same_bits(

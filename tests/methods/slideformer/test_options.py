@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.slideformer.updater import Updater  # noqa: E402
 from ondevice.models.save import as_numpy  # noqa: E402
+from ondevice.offload.updater import Updater  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import (  # noqa: E402
     LEARNING_RATE,
@@ -158,6 +158,7 @@ def test_evaluation_is_cross_entropy_and_changes_nothing(engine: Any) -> None:
     assert (count == (labels[:, 1:] != -100).sum(1)).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [{"loss_tiles": 3}, {"loss_tiles": 400}, {"loss_chunk_tokens": 7}, {"micro_batch_size": 1}],

@@ -20,6 +20,7 @@ TORCH = {"optimizer": "torch", "weight_decay": 0.1}
 EVERYTHING = {"resident_layers": 5, "resident_tables": True, "window": 5, "gradient_buffers": 5}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])
 @pytest.mark.parametrize("kind", ["torch", *KINDS])

@@ -5,6 +5,7 @@ import { readFileSync } from "node:fs";
 import { scenario, view, WORKER_MS } from "./page.js";
 
 const { JOB, SHOT, ROWS } = process.env;
+const READING_MS = 1000;
 
 await scenario(async (page) => {
   await view(page, `jobs/${JOB}`);
@@ -24,6 +25,11 @@ await scenario(async (page) => {
     page.getByRole("button", { name: "Download as CSV" }).click(),
   ]);
   const csv = readFileSync(await download.path(), "utf8");
+  // Answers wait for a file that is still being read.
+  await page.route("**/v1/tables/read*", async (route) => {
+    await new Promise((resolve) => setTimeout(resolve, READING_MS));
+    await route.continue();
+  });
   await page.getByLabel("or drop a file here").setInputFiles(ROWS);
   await page.getByRole("button", { name: "Answer", exact: true }).click();
   await page.getByText("12 rows answered.").first().waitFor({ timeout: WORKER_MS });

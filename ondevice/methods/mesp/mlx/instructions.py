@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ondevice.core.dims import ATTENDS, CONVOLUTION, DELTA
 from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, SHARED, Settings, matrix_parts
 
 
@@ -50,17 +51,30 @@ class Instruction:
     free: tuple[str, ...] = ()
 
 
+LAYER_INPUT = ("layer_gate", "layer_out")
+"""Linear layers of the branch behind the MLP."""
+DELTA_PROJECTIONS = ("qkv", "z", "b", "a")
+"""Arrays that the linear layers of a gated delta rule give."""
+MIX_FROM = ("rope", "convolve", "convolve_alone")
+"""The stage of each mixer in which tokens first see others."""
+WHOLE = [(0, 0)]
+"""The one chunk of a convolution's tokens."""
 BY_LENGTH = ("forward", "backward")
 ANY_LENGTH = ("embed", "final_norm", "final_norm_backward", "loss", "loss_only")
 """Names of the lists, those of a block first."""
 _RESULTS = {
     "forward": ("x",), "backward": ("g",), "embed": ("x",), "final_norm": ("hn",),
     "final_norm_backward": ("g",), "loss": ("nll", "gh"), "loss_only": ("nll",),
+    "layer_input": ("input.weight",),
 }  # fmt: skip
 
 
 def of(
-    name: str, settings: Settings, tiles: list[tuple[int, int]], length_tokens: int = 0
+    name: str,
+    settings: Settings,
+    tiles: list[tuple[int, int]],
+    length_tokens: int = 0,
+    row_tokens: int = 0,
 ) -> list[Instruction]:
     """Return the list of that name.
 
@@ -70,13 +84,20 @@ def of(
     tokens, and each one's weight.
 
     Args:
+        settings: those of the block (`Settings.at`).
         tiles: of the vocabulary.
+        row_tokens: if x has prompts with their continuations, the length of the rows that
+            `apart` and `together` make of them (`branch_rows`); only forward.
     """
     norm = _same("x", "final_norm.weight")
     if name == "forward":
-        listed = _forward(settings, length_tokens)
+        listed = _forward(settings, length_tokens, row_tokens)
     elif name == "backward":
         listed = _backward(settings, length_tokens)
+    elif name == "layer_input":
+        inputs = _same("x", "layer_input_norm.weight") | _parts(settings, "rows")
+        inputs |= _parts(settings, "layer_projection")
+        listed = [Instruction(name, inputs, {"input": "input.weight"})]
     elif name == "embed":
         listed = [Instruction("embed", _parts(settings, "rows"), _named("x"))]
     elif name == "final_norm":
@@ -87,15 +108,25 @@ def of(
         listed = _loss(settings, tiles)
         if name == "loss":
             listed += _loss_backward(settings, tiles)
-    return _with_frees(listed, _RESULTS[name])
+    return _with_frees(listed, _results(name, settings))
 
 
-def _forward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    listed = _attention(settings, length_tokens)
+def _results(name: str, settings: Settings) -> tuple[str, ...]:
+    """Return the arrays that a list leaves; a block's keys and values, or their gradients, if other
+    blocks attend to them."""
+    if name == "forward" and settings.lends_keys:
+        return ("x", "k", "v")
+    if name == "backward" and settings.borrows_keys:
+        return ("g", "g.k", "g.v")
+    return _RESULTS[name]
+
+
+def _forward(settings: Settings, length_tokens: int, row_tokens: int) -> list[Instruction]:
+    listed = _mix(settings, row_tokens or length_tokens)
+    if row_tokens:
+        listed = _rows_apart(listed)
     if not settings.active_experts:
-        branch = _same("m", when=settings.branch_apart) | _norm(settings, "after_mlp")
-        end = Instruction("end", _same("y") | branch, _named("x"))
-        return [*listed, _mlp_norm(settings), *_mlp_tiles(settings), end]
+        return [*listed, _mlp_norm(settings), *_mlp_tiles(settings), *_end(settings)]
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         inputs = {"m": Operand("m", 1, low, high)} | _experts(settings)
@@ -103,10 +134,67 @@ def _forward(settings: Settings, length_tokens: int) -> list[Instruction]:
     return [*listed, Instruction("mixture_end", _same(*_numbered("x", chunks)), _named("x"))]
 
 
+def _end(settings: Settings) -> list[Instruction]:
+    """y -> the next block's input, and e before what is behind the MLP."""
+    branch = _same("m", when=settings.branch_apart) | _norm(settings, "after_mlp")
+    if not settings.has_behind:
+        return [Instruction("end", _same("y") | branch, _named("x"))]
+    end = Instruction("end", _same("y") | branch, {"x": "e"})
+    return [end, Instruction("behind", _behind(settings), _named("x"))]
+
+
+def _behind(settings: Settings) -> Operands:
+    """e, and what is behind the MLP."""
+    inputs = _same("e") | _same("output_scale.weight", when=settings.dims.traits.output_scale)
+    if settings.dims.traits.layer_input:
+        inputs |= _same("input.weight") | _norm(settings, "after_layer_input")
+        for part in LAYER_INPUT:
+            inputs |= _linear(settings, part, part)
+    return inputs
+
+
+def _behind_backward(settings: Settings) -> list[Instruction]:
+    """y and g, the gradient of the block's output -> g, that of e."""
+    outputs = {"g.e": "g"}
+    for part in LAYER_INPUT:
+        outputs |= _trained(settings, part, part)
+    inputs = _behind(settings) | {"g.x": Operand("g")}
+    end = _end(settings)[0]
+    backward = Instruction("behind_backward", inputs, outputs)
+    return [end, backward, *_updates(settings, *LAYER_INPUT)]
+
+
+def _rows_apart(listed: list[Instruction]) -> list[Instruction]:
+    """Let what mixes tokens have rows: from after the projections until before `out`."""
+    stages = [one.stage for one in listed]
+    first = next(i for i, stage in enumerate(stages) if stage in MIX_FROM)
+    last = next(i for i, stage in enumerate(stages) if stage in ("out", "out_gated"))
+    projected = [name for one in listed[1:first] for name in one.outputs.values()]
+    projections = [name for name in projected if name != "gate"]  # `out` has it by token
+    mixed = [
+        name for one in listed[first:last] for name in one.outputs.values() if name[:2] == "o@"
+    ]
+    out = listed[last]
+    inputs = {name: one for name, one in out.inputs.items() if name not in mixed[1:]}
+    return [
+        *listed[:first],
+        Instruction("take_apart", _same(*projections, "apart"), _named(*projections)),
+        *listed[first:last],
+        Instruction("put_together", _same(*mixed, "together"), _named("o@0")),
+        replace(out, inputs=inputs),
+    ]
+
+
 def _backward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    listed = _attention(settings, length_tokens)
+    listed = _mix(settings, length_tokens)
+    mixer = settings.mixer
     if not settings.active_experts:
-        return [*listed, *_mlp_backward(settings), *_attention_backward(settings, length_tokens)]
+        listed += _mlp_backward(settings)
+        if mixer == CONVOLUTION:
+            return [*listed, *_convolution_backward(settings)]
+        if mixer == DELTA:
+            return [*listed, *_delta_backward(settings, length_tokens)]
+        return [*listed, *_attention_backward(settings, length_tokens)]
     for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
         inputs = {"m": Operand("m", 1, low, high), "g.x": Operand("g", 1, low, high)}
         inputs |= _experts(settings)
@@ -124,16 +212,111 @@ def _experts(settings: Settings) -> Operands:
     return inputs
 
 
+def _mix(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """x -> m, and what the backward pass of attention or of another mixer wants."""
+    if settings.mixer == ATTENDS:
+        return _attention(settings, length_tokens)
+    if settings.mixer == DELTA:
+        return _delta(settings, length_tokens)
+    return [
+        _attention_norm(settings),
+        _plain(settings, "conv_in", "bcx"),
+        Instruction("convolve", _same("bcx", "taps.weight"), {"o": "o@0"}),
+        Instruction("out", _out(settings, WHOLE, "conv_out"), _named("m")),
+    ]
+
+
+def _plain(settings: Settings, part: str, name: str) -> Instruction:
+    """The linear layer from n to `name`, not split by head."""
+    stage = "project_plain" if part in settings.target_modules else "project_plain_frozen"
+    inputs = _same("n") | _linear(settings, part, "linear")
+    return Instruction(stage, inputs, {"y": name}, evaluate=False)
+
+
+def _plain_backward(
+    settings: Settings, part: str, gradients: list[str], add: bool = False
+) -> list[Instruction]:
+    """Its gradients, from that of what it gave, or from chunks of it."""
+    forward = _plain(settings, part, "")
+    inputs = forward.inputs | {f"g.y@{i}": Operand(name) for i, name in enumerate(gradients)}
+    if add:
+        inputs["sum.n"] = Operand("g.n")
+    outputs = _named("g.n") | _trained(settings, part, "linear")
+    return [Instruction(f"{forward.stage}_backward", inputs, outputs), *_updates(settings, part)]
+
+
+def _delta(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """x -> m, and the projections, the convolution's output and each chunk's state."""
+    chunks = settings.delta_bounds(length_tokens)
+    return [
+        _attention_norm(settings),
+        *(_plain(settings, f"delta_{name}", name) for name in DELTA_PROJECTIONS),
+        Instruction("convolve_alone", _same("qkv", "taps.weight"), _named("c")),
+        *(
+            Instruction(
+                "correct" if i else "correct_first",
+                _corrected(i, chunk),
+                {"o": f"o@{i}", "state": f"state@{i + 1}"},
+            )
+            for i, chunk in enumerate(chunks)
+        ),
+        Instruction("out", _out(settings, chunks, "delta_out"), _named("m")),
+    ]
+
+
+def _corrected(number: int, chunk: tuple[int, int]) -> Operands:
+    """What the delta rule of a chunk is of; the first one begins without a state."""
+    inputs = {name: Operand(name, 1, *chunk) for name in ("c", "z", "b", "a")}
+    if number:
+        inputs["state"] = Operand(f"state@{number}")
+    return inputs | _same("decay.weight", "step.weight", "gate_norm.weight")
+
+
+def _delta_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    chunks = settings.delta_bounds(length_tokens)
+    listed = _out_backward(settings, chunks, ["g.m"], "delta_out")
+    for i, chunk in reversed(list(enumerate(chunks))):
+        inputs = _corrected(i, chunk) | {"g.o": Operand(f"g.o@{i}")}
+        if i < len(chunks) - 1:
+            inputs["g.state"] = Operand(f"g.state@{i + 1}")
+        outputs = {f"g.{name}": f"g.{name}@{i}" for name in ("c", "z", "b", "a")}
+        stage = "correct_first_backward"
+        if i:
+            stage = "correct_backward"
+            outputs["g.state"] = f"g.state@{i}"
+        listed.append(Instruction(stage, inputs, outputs))
+    inputs = _same("qkv", "taps.weight", *_numbered("g.c", chunks))
+    listed.append(Instruction("convolve_alone_backward", inputs, _named("g.qkv")))
+    listed.append(_attention_norm(settings))
+    listed += _plain_backward(settings, "delta_qkv", ["g.qkv"])
+    for name in DELTA_PROJECTIONS[1:]:
+        gradients = _numbered(f"g.{name}", chunks)
+        listed += _plain_backward(settings, f"delta_{name}", gradients, add=True)
+    return [*listed, _norm_backward(settings)]
+
+
+def _convolution_backward(settings: Settings) -> list[Instruction]:
+    listed = _out_backward(settings, WHOLE, ["g.m"], "conv_out")
+    inputs = _same("bcx", "taps.weight") | {"g.o": Operand("g.o@0")}
+    listed.append(Instruction("convolve_backward", inputs, _named("g.bcx")))
+    listed.append(_attention_norm(settings))
+    listed += _plain_backward(settings, "conv_in", ["g.bcx"])
+    return [*listed, _norm_backward(settings)]
+
+
 def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
     """x -> m, and q, k, v and o."""
     listed = [_attention_norm(settings)]
     for inputs, outputs, target in _projections(settings):
-        listed.append(Instruction(_project(settings, target), inputs, outputs, evaluate=False))
-    listed.append(Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")))
+        stage = _project(settings, target)
+        listed.append(Instruction(stage, inputs, outputs, evaluate=False))
+    rotated = ("q",) if settings.borrows_keys else ("q", "k")
+    listed.append(Instruction("rope", _same(*rotated) | _rope(settings), _named(*rotated)))
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
-    return [*listed, Instruction("out", _out(settings, chunks), _named("m"))]
+    stage = _out_stage(settings, "o_proj")
+    return [*listed, Instruction(stage, _out(settings, chunks), _named("m"))]
 
 
 def _attention_norm(settings: Settings) -> Instruction:
@@ -147,17 +330,24 @@ def _projections(settings: Settings) -> Iterator[tuple[Operands, dict[str, str],
         names = {"y": target[0]}
         if settings.dims.traits.fused:
             names = _named("q", "k", "v")
-        inputs = _same("n")
-        for name, operand in _linear(settings, target).items():
-            inputs["linear" + name.removeprefix(target)] = operand
+        elif settings.gates(target):
+            names["gate"] = "gate"
+        elif settings.doubles(target):
+            names["v"] = "v"
+        inputs = _same("n") | _linear(settings, target, "linear")
         for name, head in names.items():
-            if head != "v" and settings.norm(head):
+            if head in ("q", "k", "v") and settings.norm(head):
                 inputs[f"{name}.norm.weight"] = Operand(f"{NORMS[head]}.weight")
         yield inputs, names, target
 
 
 def _project(settings: Settings, target: str) -> str:
-    return "project" if target in settings.target_modules else "project_frozen"
+    stage = "project"
+    if settings.gates(target):
+        stage = "project_gated"
+    elif settings.doubles(target):
+        stage = "project_keys"
+    return stage if target in settings.target_modules else f"{stage}_frozen"
 
 
 def _rope(settings: Settings) -> Operands:
@@ -171,9 +361,14 @@ def _seen(settings: Settings, low: int, high: int) -> Operands:
     return {"q": Operand("q", 2, low, high)} | seen | window
 
 
-def _out(settings: Settings, chunks: list[tuple[int, int]]) -> Operands:
+def _out(settings: Settings, chunks: list[tuple[int, int]], part: str = "o_proj") -> Operands:
     inputs = _same("x", *_numbered("o", chunks)) | _norm(settings, "after_attention")
-    return inputs | _linear(settings, "o_proj")
+    inputs |= _same("gate", when=_out_stage(settings, part) == "out_gated")
+    return inputs | _linear(settings, part, "o_proj")
+
+
+def _out_stage(settings: Settings, part: str) -> str:
+    return "out_gated" if part == "o_proj" and settings.dims.traits.output_gate else "out"
 
 
 def _norm(settings: Settings, position: str) -> Operands:
@@ -222,9 +417,11 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
     norm = _mlp_norm(settings)
     listed = [norm]
     branch, total = "g", "g"
+    if settings.has_behind:
+        listed += [*_mlp_tiles(settings), *_behind_backward(settings)]
     if settings.branch_apart:
-        if settings.norm("after_mlp"):  # needs what it normed; a factor needs only its shape
-            listed += _mlp_tiles(settings)
+        if settings.norm("after_mlp") and not settings.has_behind:
+            listed += _mlp_tiles(settings)  # a norm needs its input; a factor only its shape
         inputs = _same("m", "y") | _norm(settings, "after_mlp") | {"g.x": Operand("g")}
         listed.append(Instruction("end_backward", inputs, _named("g.m", "g.y")))
         branch, total = "g.y", "g.m"
@@ -263,19 +460,21 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     g_m = ["g.m"]
     if settings.active_experts:
         g_m = _numbered("g.m", chunks)
-    outputs = _named("g.x", *_numbered("g.o", chunks)) | _trained(settings, "o_proj", "o_proj")
-    listed = [Instruction("out_backward", _out(settings, chunks) | _same(*g_m), outputs)]
-    listed += _updates(settings, "o_proj")
+    listed = _out_backward(settings, chunks, g_m, "o_proj")
     # The last chunk sees all keys, so it comes first and makes g.k and g.v in full length.
     for i, (low, high) in reversed(list(enumerate(chunks))):
         inputs = _seen(settings, low, high) | {"g.o": Operand(f"g.o@{i}")}
-        if i < len(chunks) - 1:
+        if i < len(chunks) - 1 or settings.lends_keys or settings.borrows_keys:
             inputs |= {"sum.k": Operand("g.k"), "sum.v": Operand("g.v")}
         outputs = {"g.q": f"g.q@{i}"} | _named("g.k", "g.v")
         listed.append(Instruction("attend_backward", inputs, outputs))
     # A rotation is linear: at any q and k of this shape it has the same gradient.
-    inputs = _same("q", "k", "g.k", *_numbered("g.q", chunks)) | _rope(settings)
-    listed.append(Instruction("rope_backward", inputs, _named("g.q", "g.k")))
+    inputs = _same("q", *_numbered("g.q", chunks)) | _rope(settings)
+    rotated = ["g.q"]
+    if not settings.borrows_keys:
+        inputs |= _same("k", "g.k")
+        rotated.append("g.k")
+    listed.append(Instruction("rope_backward", inputs, _named(*rotated)))
     # n is computed again here, so that it takes no memory while attention's gradients are computed.
     listed.append(_attention_norm(settings))
     for number, (inputs, names, target) in enumerate(_projections(settings)):
@@ -285,8 +484,23 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
         outputs = _named("g.n") | _trained(settings, target, "linear")
         listed.append(Instruction(f"{_project(settings, target)}_backward", inputs, outputs))
         listed += _updates(settings, target)
+    return [*listed, _norm_backward(settings)]
+
+
+def _out_backward(
+    settings: Settings, chunks: list[tuple[int, int]], g_m: list[str], part: str
+) -> list[Instruction]:
+    outputs = _named("g.x", *_numbered("g.o", chunks)) | _trained(settings, part, "o_proj")
+    inputs = _out(settings, chunks, part) | _same(*g_m)
+    stage = _out_stage(settings, part)
+    if stage == "out_gated":
+        outputs["g.gate"] = "g.gate"
+    return [Instruction(f"{stage}_backward", inputs, outputs), *_updates(settings, part)]
+
+
+def _norm_backward(settings: Settings) -> Instruction:
     inputs = _same("x", "g.n") | _norm(settings, "before_attention") | {"sum.x": Operand("g.x")}
-    return [*listed, Instruction("norm_backward", inputs, {"g.x": "g"})]
+    return Instruction("norm_backward", inputs, {"g.x": "g"})
 
 
 def update(target: str) -> Instruction:
@@ -306,12 +520,12 @@ def _trained(settings: Settings, target: str, name: str) -> dict[str, str]:
     return {f"g.{name}.{side}": f"{target}.d{side}" for side in "AB"}
 
 
-def _linear(settings: Settings, target: str) -> Operands:
-    """All arrays of a linear layer."""
+def _linear(settings: Settings, target: str, name: str) -> Operands:
+    """All arrays of a linear layer, which a stage calls `name`."""
     operands = _parts(settings, target)
     operands |= _same(f"{target}.bias", when=settings.dims.linear_bias(target))
-    trained = target in settings.target_modules
-    return operands | _same(f"{target}.A", f"{target}.B", when=trained)
+    operands |= _same(f"{target}.A", f"{target}.B", when=target in settings.target_modules)
+    return {name + key.removeprefix(target): operand for key, operand in operands.items()}
 
 
 def _parts(

@@ -18,6 +18,10 @@ from ondevice.methods.mesp.mlx.weights import Block, Weights, select
 
 Update = Callable[[str, Any, Any], None]
 """Takes the target, and the gradients of A [rank, inputs] and of B [outputs, rank]."""
+Scale = float | np.ndarray | Callable[[np.ndarray], np.ndarray]
+"""Of the rows' gradients: one for all, one each, or a function of the rows' losses to them."""
+Branches = tuple[np.ndarray, np.ndarray]
+"""See `branch_rows`."""
 OnGradient = Callable[[int, str, Any, Any], None]
 """Takes layer, target, and the gradients of A and of B: uses them and keeps nothing."""
 
@@ -101,12 +105,16 @@ class Model:
         loss_tiles: of the vocabulary.
         loss_chunk_tokens: label tokens whose logits exist at once; None is all.
         functions: the stages, if not Python's.
-        written: an artifact's instructions by name and length; else they follow from `settings`.
+        written: an artifact's instructions by name, length and the number of a block's mixer; else
+            they follow from `settings`.
         fixed_chunks: pad each chunk of label tokens to `loss_chunk_tokens`.
         clear: give back what MLX's allocator keeps after every evaluation.
 
     Attributes:
         adapter: A and B of each layer by target: `q_proj.A`, float32.
+        ids, embedded: of the pass that runs, if layers have inputs of their own.
+        shared: of the pass, by layer, keys and values that later layers read, and the sums of their
+            gradients.
     """
 
     def __init__(
@@ -117,7 +125,7 @@ class Model:
         loss_tiles: int = 8,
         loss_chunk_tokens: int | None = None,
         functions: Functions | None = None,
-        written: dict[tuple[str, int], list[Instruction]] | None = None,
+        written: dict[tuple[str, int, int], list[Instruction]] | None = None,
         fixed_chunks: bool = False,
         clear: bool = True,
     ) -> None:
@@ -131,12 +139,22 @@ class Model:
         self.fixed_chunks = fixed_chunks
         self.layers = len(weights.blocks)
         self.adapter: list[dict[str, Any]] = [{} for _ in range(self.layers)]
+        self.ids: Any = None
+        self.embedded: Any = None
+        self.shared: dict[int, dict[str, Any]] = {}
 
-    def listed(self, name: str, length_tokens: int = 0) -> list[Instruction]:
-        """Return the instructions of that name, for sequences of that length."""
+    def listed(
+        self, name: str, length_tokens: int = 0, layer: int = 0, row_tokens: int = 0
+    ) -> list[Instruction]:
+        """Return the instructions of that name, for sequences of that length; those of a block are
+        of `layer`'s kind. See `instructions.of`."""
+        traits = self.settings.dims.traits
         if self.written is not None:
-            return self.written[name, length_tokens]
-        return instructions.of(name, self.settings, self.tiles, length_tokens)
+            return self.written[
+                name, length_tokens, traits.mixer_number(layer) * bool(length_tokens)
+            ]
+        settings = self.settings.at(layer)
+        return instructions.of(name, settings, self.tiles, length_tokens, row_tokens)
 
     def _run(self, name: str, inputs: dict[str, Any], weights: Block) -> dict[str, Any]:
         return self.interpreter.run(self.listed(name), inputs, weights, {})
@@ -144,56 +162,99 @@ class Model:
     def embed(self, ids: np.ndarray) -> Any:
         """Embed tokens: int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.rows("embedding", ids.reshape(-1))
-        return self._run("embed", rows, self.weights.table)["x"].reshape(*ids.shape, -1)
+        x = self._run("embed", rows, self.weights.table)["x"].reshape(*ids.shape, -1)
+        self.shared = {}
+        if self.settings.dims.traits.layer_input:
+            self.ids = ids.reshape(-1)
+            self.embedded = x
+        return x
 
-    def forward(self, layer: int, x: Any) -> Any:
+    def _inputs(self, layer: int) -> dict[str, Any]:
+        """Return what a block reads in addition to the residual stream: its layer's input, and
+        another layer's keys and values."""
+        found: dict[str, Any] = {}
+        traits = self.settings.dims.traits
+        block = self.weights.blocks[layer]
+        if traits.layer_input:
+            inputs = {"x": self.embedded}
+            for part in self.weights.parts:
+                inputs[f"rows.{part}"] = block.rows(f"layer_rows.{part}", self.ids)
+            listed = self.listed("layer_input", layer=layer)
+            found = self.interpreter.run(listed, inputs, block, {})
+        if not traits.has_keys(layer):
+            keys = self.shared[traits.key_layer(layer)]
+            found |= {"k": keys["k"], "v": keys["v"]}
+        return found
+
+    def forward(self, layer: int, x: Any, branches: Branches | None = None) -> Any:
         """Run one block; `x` may be kept."""
         self.weights.announce(layer + 1)
-        listed = self.listed("forward", x.shape[1])
+        inputs = {"x": x} | self._inputs(layer)
+        row_tokens = 0
+        if branches is not None:
+            inputs |= dict(zip(("apart", "together"), map(mx.array, branches), strict=True))
+            row_tokens = branches[0].shape[1]
+        listed = self.listed("forward", x.shape[1], layer, row_tokens)
         block = self.weights.blocks[layer]
-        return self.interpreter.run(listed, {"x": x}, block, self.adapter[layer])["x"]
+        left = self.interpreter.run(listed, inputs, block, self.adapter[layer])
+        if self.settings.dims.traits.lends_keys(layer):
+            self.shared[layer] = {"k": left["k"], "v": left["v"]}
+        return left["x"]
 
     def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
         """Return the gradient of a block's input from that of its output; those of A and B are
         called back."""
         self.weights.announce(layer - 1)
-        listed = self.listed("backward", x.shape[1])
+        listed = self.listed("backward", x.shape[1], layer)
         block = self.weights.blocks[layer]
-        inputs = {"x": x, "g": g}
+        inputs = {"x": x, "g": g} | self._inputs(layer)
+        traits = self.settings.dims.traits
+        shared = self.shared.get(traits.key_layer(layer))
+        if shared is not None:
+            for name in "kv":
+                before = shared.get(f"g.{name}")
+                inputs[f"g.{name}"] = mx.zeros(shared[name].shape) if before is None else before
         del x, g
 
         def update(target: str, a: Any, b: Any) -> None:
             on_gradient(layer, target, a, b)
 
-        return self.interpreter.run(listed, inputs, block, self.adapter[layer], update)["g"]
+        left = self.interpreter.run(listed, inputs, block, self.adapter[layer], update)
+        if shared is not None and not traits.has_keys(layer):
+            shared |= {"g.k": left["g.k"], "g.v": left["g.v"]}
+        return left["g"]
 
     def forward_backward(
-        self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient
+        self, ids: np.ndarray, labels: np.ndarray, scale: Scale, on_gradient: OnGradient
     ) -> float:
-        """Return the summed loss, with the gradients of (sum / `labelled`) called back, last layer
+        """Return the summed loss, with `scale` times its gradients called back, last layer
         first."""
         inputs = [self.embed(ids)]
         for layer in range(self.layers):
             inputs.append(self.forward(layer, inputs[-1]))
-        loss, g = self.loss(inputs.pop(), labels, labelled)
+        loss, g = self.loss(inputs.pop(), labels, scale)
         if g is None:
             return 0.0
         for layer in reversed(range(self.layers)):
             g = self.backward(layer, inputs.pop(), g, on_gradient)
         return loss
 
-    def loss(self, x: Any, labels: np.ndarray, labelled: int) -> tuple[float, Any]:
-        """Return the summed loss, and the gradient of x for (sum / `labelled`); None if there is no
-        label token."""
+    def loss(self, x: Any, labels: np.ndarray, scale: Scale) -> tuple[float, Any]:
+        """Return the summed loss, and `scale` times its gradient of x; None if there is no label
+        token. A function of the rows' losses takes another forward pass of the head."""
         places, targets = label_tokens(labels)
+        hn = self._final_norm(x)
+        if callable(scale):
+            scale = scale(self._row_sums(hn, labels))
         if not len(places):
             return 0.0, None
-        hn = self._final_norm(x)
+        weights = np.broadcast_to(np.asarray(scale, dtype=np.float32), len(labels))
+        of_tokens = weights[places // labels.shape[1]]
         ghn = mx.zeros(hn.shape, dtype=mx.float32)
         total = 0.0
         for low, high in self._chunks(len(places)):
             place, inputs = self._gather(hn, places[low:high])
-            inputs["weight"] = mx.where(mx.arange(place.size) < high - low, 1 / labelled, 0.0)
+            inputs["weight"] = mx.array(self._padded(of_tokens[low:high]))
             outputs = self._loss("loss", inputs, targets[low:high])
             rows = {"ghn": ghn, "place": place, "gh": outputs.pop("gh")}
             ghn = self.interpreter.functions.call("scatter_rows", rows)["ghn"]
@@ -211,18 +272,32 @@ class Model:
         x = self.embed(ids)
         for layer in range(self.layers):
             x = self.forward(layer, x)
+        sums = self._row_sums(self._final_norm(x), labels)
+        return sums.astype(np.float32), (labels[:, 1:] >= 0).sum(1).astype(np.int64)
+
+    def branches_nll(
+        self, ids: np.ndarray, branches: Branches, sources: np.ndarray, labels: np.ndarray
+    ) -> np.ndarray:
+        """Return each label's negative log likelihood, float32 [N]; see `core.session.Branching`."""
+        x = self.embed(ids)
+        for layer in range(self.layers):
+            x = self.forward(layer, x, branches)
+        return self._token_nll(self._final_norm(x), sources.astype(np.int32), labels)
+
+    def _row_sums(self, hn: Any, labels: np.ndarray) -> np.ndarray:
+        """Return each row's negative log likelihood, float64 [B]."""
         places, targets = label_tokens(labels)
-        rows = places // labels.shape[1]
-        count = len(labels)
-        sums = np.zeros(count, dtype=np.float64)
-        if len(places):
-            hn = self._final_norm(x)
-            for low, high in self._chunks(len(places)):
-                _, inputs = self._gather(hn, places[low:high])
-                outputs = self._loss("loss_only", inputs, targets[low:high])
-                nll = np.array(outputs["nll"], dtype=np.float64)[: high - low]
-                sums += np.bincount(rows[low:high], nll, count)
-        return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)
+        nll = self._token_nll(hn, places, targets).astype(np.float64)
+        return np.bincount(places // labels.shape[1], nll, len(labels))
+
+    def _token_nll(self, hn: Any, places: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the negative log likelihood of the token after each place, float32 [N]."""
+        found = np.zeros(len(places), dtype=np.float32)
+        for low, high in self._chunks(len(places)):
+            _, inputs = self._gather(hn, places[low:high])
+            outputs = self._loss("loss_only", inputs, targets[low:high])
+            found[low:high] = np.array(outputs["nll"])[: high - low]
+        return found
 
     def _final_norm(self, x: Any) -> Any:
         hn = self._run("final_norm", {"x": x}, self.weights.final)["hn"]
@@ -245,7 +320,7 @@ class Model:
         return self._run(name, inputs, self.weights.table)
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
-        return ranges(count, self.chunk_tokens or count)
+        return ranges(count, self.chunk_tokens or max(count, 1))
 
 
 def label_tokens(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

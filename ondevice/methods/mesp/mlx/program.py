@@ -21,7 +21,7 @@ from ondevice.core.manifest import Manifest, ProgramMethod, TensorPort
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
-from ondevice.methods.mesp.check import IN_MLX, check_family, check_mlx_settings
+from ondevice.methods.mesp.check import IN_MLX, IN_STAGES, check_family, check_mlx_settings
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx.instructions import (
@@ -45,7 +45,7 @@ from ondevice.models import ModelFiles, family_classes
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
-    from ondevice.core.session import StepResult
+    from ondevice.core.session import StepResult, Weigh
 
 WEIGHTS = "weights"
 FORMAT = 2
@@ -121,12 +121,13 @@ def _ports(arrays: Arrays) -> tuple[TensorPort, ...]:
 def record(
     model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]
 ) -> Recording:
-    """Run one step of each bucket through the first block, the loss and the optimizer; nothing of
-    `model` changes."""
+    """Run one step of each bucket through the first blocks, until every mixer was there, the loss
+    and the optimizer; nothing of `model` changes."""
     recording = Recording(model.interpreter.functions)
     weights = model.weights
+    count = 1 + max(_first_layers(model.settings.dims))
     first = Weights(
-        weights.blocks[:1],
+        weights.blocks[:count],
         weights.table,
         weights.final,
         tied=weights.tied,
@@ -134,17 +135,24 @@ def record(
     )
     block = Model(model.settings, first, functions=recording, fixed_chunks=True)
     block.tiles = model.tiles
-    block.adapter = [dict(model.adapter[0])]
+    block.adapter = [dict(held) for held in model.adapter[:count]]
     optimizer = Optimizer(config, recording)
     optimizer.begin(config.learning_rate)
     for length in lengths_tokens:
         block.chunk_tokens = chunk_tokens(config, batch_size, length)
         ids = np.zeros((batch_size, length), dtype=np.int64)
-        block.forward_backward(ids, ids, ids.size, lambda *_: None)
+        block.forward_backward(ids, ids, 1.0, lambda *_: None)
         block.row_nll(ids, ids)
-    for name, value in block.adapter[0].items():
-        mx.eval(optimizer.update(name, value, value))
+    for layer, held in enumerate(block.adapter):
+        for name, value in held.items():
+            mx.eval(optimizer.update(f"{layer}.{name}", value, value))
     return recording
+
+
+def _first_layers(dims: ModelDims) -> list[int]:
+    """List the first layer with each mixer, in order of `BlockTraits.mixer_number`."""
+    numbers = [dims.traits.mixer_number(layer) for layer in range(dims.layers)]
+    return [numbers.index(number) for number in range(max(numbers) + 1)]
 
 
 def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int:
@@ -162,6 +170,8 @@ def program(
     model = session.model
     config = session.config
     settings = model.settings
+    traits = settings.dims.traits
+    first = _first_layers(settings.dims)
     optimizer = ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
     return {
         "format": FORMAT,
@@ -177,7 +187,12 @@ def program(
         "optimizer": {name: getattr(config, name) for name in optimizer}
         | {"name": config.optimizer},
         "lora_parameters": [
-            {"layer": lora.layer, "target": lora.target, "A": lora.a_name, "B": lora.b_name}
+            {
+                "layer": lora.layer,
+                "target": traits.part(lora.target),
+                "A": lora.a_name,
+                "B": lora.b_name,
+            }
             for lora in session.parameters
         ],
         "functions": functions,
@@ -185,11 +200,17 @@ def program(
         "lengths": {
             str(length): {
                 "loss_rows": chunk_tokens(config, batch_size, length),
-                **{name: listed(model.listed(name, length)) for name in BY_LENGTH},
+                **_of_block(model, length, first[0]),
+                "others": [_of_block(model, length, layer) for layer in first[1:]],
             }
             for length in lengths_tokens
         },
+        "kinds": [traits.mixer_number(layer) for layer in range(settings.dims.layers)],
     }
+
+
+def _of_block(model: Model, length_tokens: int, layer: int) -> dict[str, Any]:
+    return {name: listed(model.listed(name, length_tokens, layer)) for name in BY_LENGTH}
 
 
 def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
@@ -210,11 +231,12 @@ def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
     return entries
 
 
-def written(program: dict[str, Any]) -> dict[tuple[str, int], list[Instruction]]:
-    """Return what `listed` wrote, by name and length."""
-    by_name = {(name, 0): program["instructions"][name] for name in ANY_LENGTH}
+def written(program: dict[str, Any]) -> dict[tuple[str, int, int], list[Instruction]]:
+    """Return what `listed` wrote, by name, length and kind of block (older programs have one)."""
+    by_name = {(name, 0, 0): program["instructions"][name] for name in ANY_LENGTH}
     for length, one in program["lengths"].items():
-        by_name |= {(name, int(length)): one[name] for name in BY_LENGTH}
+        for kind, lists in enumerate((one, *one.get("others", ()))):
+            by_name |= {(name, int(length), kind): lists[name] for name in BY_LENGTH}
     return {key: [_instruction(entry) for entry in entries] for key, entries in by_name.items()}
 
 
@@ -239,7 +261,7 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
         check_mlx_settings(config)
-        check_family(files.dims, IN_MLX, "mesp in MLX")
+        check_family(files.dims, IN_STAGES, "a program of mesp in MLX")
         settings_of(files, config)
     return problems
 
@@ -257,7 +279,7 @@ def write(
     recording = record(session.model, config, export.batch_size, lengths)
     described = program(session, recording.export(functions), export.batch_size, lengths)
     (folder / WEIGHTS).mkdir()
-    source = Source(files.folder, session.model.settings, files.family.linear_parents)
+    source = Source(files.folder, session.model.settings, files.family)
     write_weights(source, folder / WEIGHTS)
     source.close()
     (folder / "program.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
@@ -312,6 +334,13 @@ class MlxProgramSession(ProgramSession, MlxSession):
         """Run one optimizer step; see `Session.step`."""
         self._bucket(ids)
         return super().step(ids, labels, step, learning_rate)
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step on weighted rows; see `Weighing`."""
+        self._bucket(ids)
+        return super().weighted_step(ids, labels, weigh, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""

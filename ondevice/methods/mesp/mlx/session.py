@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.dims import MoeDims
 from ondevice.core.errors import CheckpointError, ConfigError, ModelError
-from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult, Weigh
+from ondevice.data.prompt_tree import branch_rows
 from ondevice.methods.mesp.check import IN_MLX, check_mlx_experts, check_mlx_settings
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.mesp.lora import (
@@ -23,7 +24,8 @@ from ondevice.methods.mesp.lora import (
     initial_tensors,
     lora_parameters,
 )
-from ondevice.methods.mesp.mlx.model import Functions, Model
+from ondevice.methods.mesp.mlx.cached import answer_prompt
+from ondevice.methods.mesp.mlx.model import Functions, Model, Scale
 from ondevice.methods.mesp.mlx.settings import Settings, read_rope
 from ondevice.methods.mesp.mlx.weights import (
     Source,
@@ -128,7 +130,10 @@ class MlxSession(Session):
         self.source = source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
         self.optimizer = Optimizer(config, model.interpreter.functions)
-        self.names = {(lora.layer, lora.target): (lora.a_name, lora.b_name) for lora in parameters}
+        part = model.settings.dims.traits.part
+        self.names = {
+            (lora.layer, part(lora.target)): (lora.a_name, lora.b_name) for lora in parameters
+        }
         self.partially_updated = False
 
     def step(
@@ -136,10 +141,45 @@ class MlxSession(Session):
     ) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see
         `Session.step`."""
+        labelled = int((labels[:, 1:] >= 0).sum())
+        rows = self.config.micro_batch_size or len(ids)
+        scales = [1 / max(labelled, 1)] * -(-len(ids) // rows)
+        total = self._step(ids, labels, scales, learning_rate)
+        loss = total / labelled if labelled else float("nan")
+        return StepResult(loss, (loss,))
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step on weighted rows; see `Weighing`.
+
+        A step in several parts computes all rows' likelihoods before the first part.
+        """
+        losses: list[float] = []
+
+        def weighed(nll: np.ndarray) -> np.ndarray:
+            loss, weights = weigh(nll)
+            losses.append(loss)
+            return weights
+
+        rows = self.config.micro_batch_size or len(ids)
+        scales: list[Scale] = [weighed]
+        if rows < len(ids):
+            parts = [slice(low, low + rows) for low in range(0, len(ids), rows)]
+            found = [self.evaluate(ids[part], labels[part])[0] for part in parts]
+            weights = weighed(np.concatenate(found).astype(np.float64))
+            scales = [weights[part] for part in parts]
+        self._step(ids, labels, scales, learning_rate)
+        return StepResult(losses[0], (losses[0],))
+
+    def _step(
+        self, ids: np.ndarray, labels: np.ndarray, scales: Sequence[Scale], learning_rate: float
+    ) -> float:
+        """Update with the gradients of all rows, each micro-batch's with its own scale; return the
+        summed loss."""
         check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
         limit = self.config.max_grad_norm
-        labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
         self.optimizer.begin(learning_rate)
         collects = rows < len(ids) or limit is not None
@@ -155,17 +195,16 @@ class MlxSession(Session):
             mx.eval(total)
 
         loss = 0.0
-        for low in range(0, len(ids), rows):
+        for low, part in zip(range(0, len(ids), rows), scales, strict=True):
             some = ids[low : low + rows], labels[low : low + rows]
-            loss += self.model.forward_backward(*some, labelled, on_gradient)
+            loss += self.model.forward_backward(*some, part, on_gradient)
         scale = _clip_scale(collected.values(), limit)
         for (layer, target), gradients in collected.items():
             if scale != 1.0:
                 gradients = [scale * value for value in gradients]
             self._update(layer, target, *gradients)
         self.partially_updated = False
-        loss = loss / labelled if labelled else float("nan")
-        return StepResult(loss, (loss,))
+        return loss
 
     def _update(self, layer: int, target: str, *gradients: Any) -> None:
         changed = []
@@ -181,6 +220,28 @@ class MlxSession(Session):
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
         return self.model.row_nll(ids, labels)
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the stages are Python's; see `Branching.takes_branches`."""
+        return self.model.written is None
+
+    def evaluate_branches(
+        self,
+        ids: np.ndarray,
+        position_ids: np.ndarray,
+        branches: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        return self.model.branches_nll(ids, branch_rows(branches), sources, labels)
+
+    def answer_prompt(
+        self, prompt: Sequence[int], samplers: Sequence[Any], most_tokens: int
+    ) -> list[list[int]]:
+        """Return an answer of each sampler; see `Answering`."""
+        check_not_partially_updated(self.partially_updated)
+        return answer_prompt(self.model, prompt, samplers, most_tokens)
 
     def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield the name of each A and B, its layer's dictionary, and its key there."""
@@ -214,8 +275,8 @@ class MlxSession(Session):
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
         config = self.config
-        targets = tuple(sorted(self.model.settings.target_modules))
-        return Adapter(self._tensors(), config.rank, config.alpha, targets, self.source)
+        tensors = self._tensors()
+        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
@@ -271,9 +332,10 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
             expected=f"method.bits: null, or the {bits} that it has",
             received=config.bits,
         )
+    part = files.dims.traits.part
     settings = Settings(
         dims=files.dims,
-        target_modules=files.dims.resolve_targets(config),
+        target_modules=tuple(dict.fromkeys(part(one.target) for one in files.dims.adapted(config))),
         scale=config.scale,
         rope=read_rope(read_config(files.folder), files.dims),
         bits=bits,
@@ -313,7 +375,7 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
 
 
 def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weights:
-    source = Source(files.folder, settings, files.family.linear_parents)
+    source = Source(files.folder, settings, files.family)
     try:
         if config.weight_placement == "resident":
             return resident_weights(source.blocks(), settings)

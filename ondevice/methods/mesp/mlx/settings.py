@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ondevice.core.dims import DELTA_CHUNK_TOKENS
 from ondevice.core.errors import ConfigError
 from ondevice.methods.mesp.config import GROUP_SIZE
 
@@ -22,7 +23,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 NORMS = {
     "before_attention": "input_norm", "after_attention": "attention_norm", "before_mlp": "mlp_norm",
-    "after_mlp": "output_norm", "q": "q_norm", "k": "k_norm",
+    "after_mlp": "output_norm", "after_layer_input": "layer_out_norm",
+    "q": "q_norm", "k": "k_norm", "v": "v_norm",
 }  # fmt: skip
 """The norms' names in the instructions, by place (`BlockTraits.norms`)."""
 SHARED = ("shared.gate", "shared.up", "shared.down")
@@ -42,6 +44,8 @@ class Rope:
             (`longrope`).
         factor: of the rotated vectors (`yarn`, `longrope`).
         local_theta: base in layers with a window, if it is another; they are not scaled.
+        part: of the pairs, the first ones, that are rotated in layers without a window
+            (`proportional`).
     """
 
     theta: float
@@ -51,6 +55,7 @@ class Rope:
     longer: tuple[float, ...] | None = None
     trained_tokens: int = 0
     factor: float = 1.0
+    part: float = 1.0
 
     def of_layer(self, width: int, rotated: bool, local: bool) -> list[list[float]]:
         """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale
@@ -61,6 +66,8 @@ class Rope:
         if local and self.local_theta is not None:
             return [_waves(self.local_theta, width), [1.0] * pairs]
         waves = self.wavelengths or _waves(self.theta, width)
+        turned = int(self.part * pairs)
+        waves = [wave if pair < turned else math.inf for pair, wave in enumerate(waves)]
         return [[wave / self.scale for wave in waves], [self.factor] * pairs]
 
 
@@ -82,6 +89,8 @@ def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
         plain = replace(plain, local_theta=float(local_theta))
     if dims.rope_type == "default":
         return plain
+    if dims.rope_type == "proportional":
+        return replace(plain, part=float(rope.get("partial_rotary_factor", 1.0)))
     if dims.rope_type == "linear":
         return replace(plain, scale=1.0 / float(rope["factor"]))
     if dims.rope_type == "longrope":
@@ -166,6 +175,7 @@ class Settings:
     """The sizes of a model and the choices of a run, which the stages and their order depend on.
 
     Attributes:
+        target_modules: parts of a block (`ModelDims.block_linears`) that have an adapter.
         scale: LoRA's alpha / rank.
         bits: of packed weights, in groups of `group_size`; None is dense.
         dtype: of activations; sums over tiles and all of LoRA are float32.
@@ -175,6 +185,7 @@ class Settings:
         query_chunk_tokens: queries whose attention scores exist at once.
         active_experts: of a mixture of experts, those that a token passes through; `normalised`:
             their weights add up to 1; `shared`: there is an expert for all tokens.
+        layer: the block that the stages and their order are of, if blocks differ (`at`).
     """
 
     dims: ModelDims
@@ -190,22 +201,53 @@ class Settings:
     active_experts: int = 0
     normalised: bool = False
     shared: bool = False
+    layer: int = 0
+
+    def at(self, layer: int) -> Settings:
+        """Return the settings of that block."""
+        return replace(self, layer=layer)
 
     @property
     def attention_targets(self) -> tuple[str, ...]:
         """Linear layers that give q, k and v."""
-        return ("qkv_proj",) if self.dims.traits.fused else ATTENTION
+        if self.dims.traits.fused:
+            return ("qkv_proj",)
+        parts = self.dims.block_linears(self.layer)
+        return tuple(part for part in ATTENTION if part in parts)
+
+    def doubles(self, target: str) -> bool:
+        """Return True if that linear layer gives keys, which are values, too."""
+        return target == "k_proj" and not self.dims.traits.has_values(self.layer)
+
+    @property
+    def borrows_keys(self) -> bool:
+        """The block attends to another's keys and values."""
+        return not self.dims.traits.has_keys(self.layer)
+
+    @property
+    def lends_keys(self) -> bool:
+        """Later blocks attend to the block's keys and values, too."""
+        return self.dims.traits.lends_keys(self.layer)
+
+    @property
+    def has_behind(self) -> bool:
+        """Something is behind the MLP: the branch of the layer's input, or a factor."""
+        return bool(self.dims.traits.layer_input) or self.dims.traits.output_scale
 
     @property
     def gate_up_targets(self) -> tuple[str, ...]:
         """Linear layers that give gate and up."""
         return ("gate_up_proj",) if self.dims.traits.fused else GATE_UP
 
+    def gates(self, target: str) -> bool:
+        """Return True if that linear layer also gives the gate of attention's output."""
+        return target == "q_proj" and self.dims.traits.output_gate
+
     def place(self, target: str) -> tuple[str, int]:
         """Return the linear layer that `target` is some rows of, and the first of them: gate and up
         may be one."""
         if self.dims.traits.fused and target in GATE_UP:
-            return "gate_up_proj", GATE_UP.index(target) * self.dims.intermediate
+            return "gate_up_proj", GATE_UP.index(target) * self.dims.mlp_width(self.layer)
         return target, 0
 
     def has(self, target: str) -> bool:
@@ -214,13 +256,21 @@ class Settings:
 
     def norm(self, place: str) -> bool:
         """Return True if the block has a norm there."""
+        if place == "v":
+            return self.dims.traits.value_norm
         return any(place == one for one, _ in self.dims.traits.norms)
+
+    @property
+    def mixer(self) -> str:
+        """Return what mixes the block's tokens."""
+        return self.dims.traits.mixer(self.layer)
 
     @property
     def rope_by_layer(self) -> bool:
         """Layers rotate differently, or some do not: then `rope.weight` of a block has its
         wavelengths."""
-        return self.rope.local_theta is not None or not all(self.dims.traits.rotary)
+        one = self.rope.local_theta is None and self.rope.part == 1.0
+        return not one or not all(self.dims.traits.rotary)
 
     @property
     def rotary_width(self) -> int:
@@ -235,8 +285,12 @@ class Settings:
             arrays["window.weight"] = [traits.window(layer) or math.inf]
         if self.rope_by_layer:
             arrays["rope.weight"] = self.rope.of_layer(
-                self.rotary_width, traits.rotated(layer), bool(traits.window(layer))
+                traits.rotary_width or self.dims.head_width(layer),
+                traits.rotated(layer),
+                bool(traits.window(layer)),
             )
+        if traits.value_norm and traits.has_keys(layer):
+            arrays["v_norm.weight"] = [1.0] * self.dims.head_width(layer)
         return arrays
 
     @property
@@ -248,11 +302,16 @@ class Settings:
         """Return ranges of the MLP's inner dimension, all but the last of equal size; in packed
         columns they begin at a group."""
         quantum = self.group_size if self.bits else 1
-        return bounds(self.dims.intermediate, self.mlp_tiles, quantum)
+        return bounds(self.dims.mlp_width(self.layer), self.mlp_tiles, quantum)
 
     def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
         """Return ranges of a sequence's queries."""
         return ranges(length_tokens, self.query_chunk_tokens)
+
+    @staticmethod
+    def delta_bounds(length_tokens: int) -> list[tuple[int, int]]:
+        """Return ranges of the tokens of a gated delta rule that are computed together."""
+        return ranges(length_tokens, DELTA_CHUNK_TOKENS)
 
     def check(self) -> None:
         """Refuse matrices that cannot be packed.
@@ -262,7 +321,7 @@ class Settings:
         """
         if not self.bits:
             return
-        widths = {target: inputs for target, (inputs, _) in self.dims.linear_shapes.items()}
+        widths = {linear.target: linear.inputs for linear in self.dims.linear_list}
         widths |= {linear.target: linear.inputs for linear in self.dims.expert_list}
         for target, inputs in widths.items():
             if inputs % self.group_size:

@@ -153,19 +153,60 @@ class Stages:
             q = self.dims.heads * self.dims.head_dim
             k_end = q + self.dims.kv_heads * self.dims.head_dim
             heads = dict(zip("qkv", mx.split(y, [q, k_end], axis=-1), strict=True))
-        for name, y in heads.items():
-            y = self.normed(a, f"{name}.norm", y)
-            y = y.reshape(*y.shape[:2], -1, self.dims.head_dim)
-            heads[name] = y.transpose(0, 2, 1, 3)
-        return heads
+        return {name: self._by_head(a, name, y) for name, y in heads.items()}
+
+    def _by_head(self, a: Arrays, name: str, y: Any) -> Any:
+        """Norm y [B, T, heads h], if it has a norm, and split it by head."""
+        norm = a.get(f"{name}.norm.weight")
+        width = self.dims.head_dim
+        if norm is not None and not self.traits.qk_norm_all:
+            width = norm.shape[0]
+        y = self.normed(a, f"{name}.norm", y)
+        return y.reshape(*y.shape[:2], -1, width).transpose(0, 2, 1, 3)
+
+    def project_keys(self, a: Arrays) -> Arrays:
+        """Compute n -> y, the keys by head, and v, the values, which are keys with their own norm."""
+        y = self.linear(a["n"], a, "linear")
+        return {name: self._by_head(a, name, y) for name in "yv"}
+
+    def project_keys_frozen(self, a: Arrays) -> Arrays:
+        """Compute `project_keys` of a layer without an adapter."""
+        return self.project_keys(a)
+
+    def project_gated(self, a: Arrays) -> Arrays:
+        """Compute n -> y, the queries by head, and the gate of attention's output [B, T, H h]: in
+        the linear layer's output it is behind each head's query."""
+        y = self.linear(a["n"], a, "linear")
+        y = y.reshape(*y.shape[:2], self.dims.heads, -1)
+        y, gate = mx.split(y, 2, axis=-1)
+        gate = gate.reshape(*gate.shape[:2], -1)
+        return {"y": self.normed(a, "y.norm", y).transpose(0, 2, 1, 3), "gate": gate}
+
+    def project_gated_frozen(self, a: Arrays) -> Arrays:
+        """Compute `project_gated` of a layer without an adapter."""
+        return self.project_gated(a)
 
     def project_frozen(self, a: Arrays) -> Arrays:
         """Compute `project` of a layer without an adapter: its gradients have other names."""
         return self.project(a)
 
+    def take_apart(self, a: Arrays) -> Arrays:
+        """Compute q, k and v [B, H, T, h], or bcx [B, T, 3 D], of rows `apart` [R, L]."""
+        found = {}
+        for name, x in a.items():
+            if name != "apart":
+                tokens = x.swapaxes(1, -2).reshape(-1, *(x.swapaxes(1, -2).shape[2:]))
+                found[name] = mx.take(tokens, a["apart"], axis=0).swapaxes(1, -2)
+        return found
+
+    def put_together(self, a: Arrays) -> Arrays:
+        """Compute all chunks of o [R, L, H h] -> o [B, T, H h], of places `together`."""
+        o = joined(a, "o", 1)
+        return {"o@0": mx.take(o.reshape(-1, o.shape[-1]), a["together"], axis=0)}
+
     def rope(self, a: Arrays) -> Arrays:
-        """Rotate q and k by their positions."""
-        return {name: self._rotate(a[name], a) for name in "qk"}
+        """Rotate q and k by their positions, which begin at `offset` if there is one."""
+        return {name: self._rotate(a[name], a) for name in "qk" if name in a}
 
     def _rotate(self, x: Any, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions."""
@@ -174,15 +215,17 @@ class Stages:
         own = a.get("rope.weight")
         factor: Any = rope.factor
         waves = rope.wavelengths
-        if rope.longer is not None and x.shape[2] > rope.trained_tokens:
+        offset = a.get("offset", 0)
+        if rope.longer is not None and offset + x.shape[2] > rope.trained_tokens:
             waves = rope.longer
         options: dict[str, Any] = {"base": rope.theta, "scale": rope.scale}
         if own is not None:
+            width = 2 * own.shape[1]
             options = {"base": None, "scale": 1.0, "freqs": own[0]}
             factor = own[1, 0]
         elif waves is not None:
             options |= {"base": None, "freqs": mx.array(waves, dtype=mx.float32)}
-        y = mx.fast.rope(x, width, traditional=False, offset=0, **options)
+        y = mx.fast.rope(x, width, traditional=False, offset=offset, **options)
         if rope.factor == 1.0:
             return y
         return (y * mx.where(mx.arange(x.shape[3]) < width, factor, 1.0)).astype(y.dtype)
@@ -210,10 +253,76 @@ class Stages:
         """Factor of the scores."""
         return self.traits.score_scale or self.dims.head_dim**-0.5
 
+    # A short convolution in the place of attention: o = c * conv(b * x), of b, c and x [B, T, D].
+
+    def project_plain(self, a: Arrays) -> Arrays:
+        """Compute n -> y, a linear layer's output as it is: b, c and x in one array [B, T, 3 D]."""
+        return {"y": self.linear(a["n"], a, "linear")}
+
+    def project_plain_frozen(self, a: Arrays) -> Arrays:
+        """Compute `project_plain` of a layer without an adapter: its gradients have other names."""
+        return self.project_plain(a)
+
+    def convolve(self, a: Arrays) -> Arrays:
+        """Compute bcx -> o: each channel sees its last `taps` tokens, weights [D, taps]."""
+        b, c, x = mx.split(a["bcx"], 3, axis=-1)
+        return {"o": c * convolved(b * x, a["taps.weight"])}
+
+    # A gated delta rule in the place of attention; `ondevice.nn.delta_rule` has the equations.
+
+    def convolve_alone(self, a: Arrays) -> Arrays:
+        """Compute qkv [B, T, channels] -> c, in which each channel sees its last `taps` tokens."""
+        return {"c": convolved(a["qkv"], a["taps.weight"])}
+
+    def correct_first(self, a: Arrays) -> Arrays:
+        """Compute `correct` of a row's first tokens, before which there is no state."""
+        _, heads, key_width, width = self.traits.delta
+        return self.correct(a | {"state": mx.zeros((len(a["c"]), heads, key_width, width))})
+
+    def correct(self, a: Arrays) -> Arrays:
+        """Compute a chunk's c, z [B, C, heads V], b and a [B, C, heads], and the state before it
+        float32 [B, heads, K, V] -> o [B, C, heads V], and the state behind it."""
+        q, k, v = self._delta_heads(a["c"].astype(mx.float32))
+        beta = mx.sigmoid(a["b"].astype(mx.float32)).transpose(0, 2, 1)[..., None]
+        steps = a["a"].astype(mx.float32) + a["step.weight"].astype(mx.float32)
+        decay = -mx.exp(a["decay.weight"].astype(mx.float32)) * mx.logaddexp(steps, mx.array(0.0))
+        count = q.shape[2]
+        seen = mx.tril(mx.ones((count, count)))
+        since = decay.transpose(0, 2, 1) @ seen.T
+        between = mx.exp((since[..., :, None] - since[..., None, :]) * seen) * seen
+        end = since[..., -1:, None]
+        since = since[..., None]
+        state = a["state"]
+        system = (beta * k) @ k.swapaxes(-1, -2) * (between - mx.eye(count))
+        wrong = v - (mx.exp(since) * k) @ state
+        corrected = unit_inverse(system) @ (beta * wrong)
+        o = (mx.exp(since) * q) @ state + (q @ k.swapaxes(-1, -2) * between) @ corrected
+        after = mx.exp(end) * state + (mx.exp(end - since) * k).swapaxes(-1, -2) @ corrected
+        o = self.rms_norm(o.transpose(0, 2, 1, 3), a["gate_norm.weight"].astype(mx.float32))
+        z = a["z"].astype(mx.float32).reshape(o.shape)
+        o = (o * z * mx.sigmoid(z)).reshape(*o.shape[:2], -1)
+        return {"o": o.astype(self.dtype), "state": after}
+
+    def _delta_heads(self, c: Any) -> tuple[Any, Any, Any]:
+        """Activate and split [B, C, channels] into queries, keys and values [B, heads, C, width]."""
+        key_heads, heads, key_width, width = self.traits.delta
+        keys = key_heads * key_width
+        q, k, v = mx.split(c * mx.sigmoid(c), [keys, 2 * keys], axis=-1)
+        q, k = (unit(x.reshape(*x.shape[:2], key_heads, key_width)) for x in (q, k))
+        q, k = (mx.repeat(x, heads // key_heads, axis=2) for x in (q * key_width**-0.5, k))
+        v = v.reshape(*v.shape[:2], heads, width)
+        return q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
     def out(self, a: Arrays) -> Arrays:
         """Compute x, all chunks of o -> m = x + o Wo^T."""
         y = self.normed(a, NORMS["after_attention"], self.linear(joined(a, "o", 1), a, "o_proj"))
         return {"m": a["x"] + self.scaled(y)}
+
+    def out_gated(self, a: Arrays) -> Arrays:
+        """Compute `out` of all chunks of o times the sigmoid of their gate."""
+        o = joined(a, "o", 1) * mx.sigmoid(a["gate"])
+        rest = {name: value for name, value in a.items() if not name.startswith("o@")}
+        return self.out(rest | {"o": o})
 
     # MLP.
 
@@ -271,6 +380,29 @@ class Stages:
             y = a["m"].astype(self.sums) + self.scaled(self.normed(a, NORMS["after_mlp"], y))
         return {"x": y.astype(self.dtype)}
 
+    def behind(self, a: Arrays) -> Arrays:
+        """Compute e, the sum with the MLP -> the next block's input.
+
+        That is e, plus the norm of out(act(gate(e)) input) if the layer has an input, times the
+        block's factor.
+        """
+        e = a["e"]
+        if "input.weight" in a:
+            gated = self.activated(self.linear(e, a, "layer_gate")) * a["input.weight"]
+            own = self.linear(gated.astype(e.dtype), a, "layer_out")
+            e = e + self.scaled(self.normed(a, NORMS["after_layer_input"], own))
+        if "output_scale.weight" in a:
+            e = e * a["output_scale.weight"].astype(e.dtype)
+        return {"x": e}
+
+    def layer_input(self, a: Arrays) -> Arrays:
+        """Compute x [B, T, D], the first block's input, and the tokens' rows [B T, W] of a layer's
+        embeddings -> what the layer reads of them [B, T, W]."""
+        projected = self.product(a["x"], a, "layer_projection") * self.dims.hidden**-0.5
+        normed = self.normed(a, "layer_input_norm", projected)
+        rows = self.rows(a, "rows", self.dtype).reshape(normed.shape)
+        return {"input": (normed + rows * self.traits.layer_input**0.5) * 2.0**-0.5}
+
     # Before and after the blocks. The cross-entropy goes over the vocabulary twice: first for the
     # log-sum-exp, then for the gradient, so that a tile's logits are dead before the next exist.
     # N labelled tokens, V rows of a tile.
@@ -286,20 +418,25 @@ class Stages:
         """Compute x [B, T, D] -> hn."""
         return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
 
+    def capped(self, logits: Any) -> Any:
+        """Return logits with the model's soft cap."""
+        cap = self.traits.logit_cap
+        return cap * mx.tanh(logits / cap) if cap else logits
+
     def loss_begin(self, a: Arrays) -> Arrays:
         """Begin the loss: hn [N, D] and the head's rows of the labels -> float32 [N] each.
 
         `target` is minus the label's logit; `maximum` and `total` are an empty log-sum-exp.
         """
         rows = self.rows(a, "rows", self.dtype).astype(self.sums)
-        target = -mx.sum(a["hn"].astype(self.sums) * rows, axis=-1)
+        target = -self.capped(mx.sum(a["hn"].astype(self.sums) * rows, axis=-1))
         empty = mx.zeros(target.shape, dtype=self.sums)
         return {"target": target, "maximum": empty - mx.inf, "total": empty}
 
     def loss_tile(self, a: Arrays) -> Arrays:
         """Return the running maximum, and the sum of exponentials below it, after the tile's V
         logits: float32 sums, as logits of half precision would all but hide what a step changes."""
-        logits = self.product(a["hn"].astype(self.sums), a, "head")
+        logits = self.capped(self.product(a["hn"].astype(self.sums), a, "head"))
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(
             mx.exp(logits - larger[:, None]), axis=-1
@@ -321,7 +458,7 @@ class Stages:
             rows = {key: value[low:high] for key, value in a.items() if key.startswith("head.")}
 
             def run(hn: Any, rows: Arrays = rows) -> Any:
-                logits = self.product(hn.astype(self.sums), rows, "head")
+                logits = self.capped(self.product(hn.astype(self.sums), rows, "head"))
                 return mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
 
             hn = mx.depends([a["hn"]], [gh])[0]
@@ -353,6 +490,39 @@ class Stages:
         second = beta2 * a["second"] + (1 - beta2) * mx.square(a["gradient"])
         moved = a["rate"] * (first / (mx.sqrt(second) / a["root"] + eps))
         return {"value": a["value"] * a["kept"] - moved, "first": first, "second": second}
+
+
+KEY_EPS = 1e-6
+"""Added to the squared length of a query or a key, as in transformers."""
+
+
+def unit(x: Any) -> Any:
+    """Return each vector at length 1."""
+    return x * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + KEY_EPS)
+
+
+def unit_inverse(lower: Any) -> Any:
+    """Return (I + L)^-1 of strictly lower triangular L [..., C, C]; see
+    `ondevice.nn.delta_rule.unit_inverse`."""
+    count = lower.shape[-1]
+    number = mx.arange(count)
+    inverse = mx.broadcast_to(mx.eye(count), lower.shape)
+    width = 1
+    while width < count:
+        block = number // width
+        pair = block // 2
+        between = (pair[:, None] == pair[None]) & (block[:, None] != block[None])
+        inverse = inverse - inverse @ (lower * between) @ inverse
+        width *= 2
+    return inverse
+
+
+def convolved(x: Any, taps: Any) -> Any:
+    """Convolve [B, T, channels] with `taps` [channels, count]; before a row are zeros."""
+    count = taps.shape[1]
+    length = x.shape[1]
+    x = mx.pad(x, [(0, 0), (count - 1, 0), (0, 0)])
+    return sum(x[:, first : first + length] * taps[:, first] for first in range(count))
 
 
 def row_tiles(weight: Any) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_p
 from ondevice.models.sources import cache
 
 if TYPE_CHECKING:
-    from ondevice.models import ModelFiles
+    from ondevice.models import Family, ModelFiles
 
 TABLE, FINAL = "table.safetensors", "final.safetensors"
 _TYPES = {
@@ -228,13 +228,13 @@ class Source:
     Args:
         folder: of the model.
         settings: what the arrays become.
-        parents: the module that holds each linear layer (`Family.linear_parents`).
+        family: names the tensors.
     """
 
-    def __init__(self, folder: Path, settings: Settings, parents: dict[str, str]) -> None:
+    def __init__(self, folder: Path, settings: Settings, family: type[Family]) -> None:
         self.folder = Path(folder)
         self.settings = settings
-        self.parents = parents
+        self.family = family
         self.dtype = getattr(mx, settings.dtype)
         self.files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
         self.of = {name: file for file in self.files for name in file.entries}
@@ -266,19 +266,46 @@ class Source:
         dims = settings.dims
         arrays = {
             f"{NORMS[position]}.weight": self.factor(f"{prefix}.{module}.weight")
-            for position, module in dims.traits.norms
+            for position, module in dims.traits.norms_of(layer)
         }
         for name, values in settings.of_layer(layer).items():
             arrays[name] = mx.array(values, dtype=mx.float32)
-        for target in dims.linear_shapes:
-            name = f"{prefix}.{self.parents[target]}.{target}"
-            arrays |= self.matrix(name, target)
-            if dims.linear_bias(target):
-                arrays[f"{target}.bias"] = self.vector(f"{name}.bias")
+        for part, one in dims.block_linears(layer).items():
+            name = self.family.weight_path(layer, one.target)
+            arrays |= self.matrix(name, part)
+            if dims.linear_bias(one.target):
+                arrays[f"{part}.bias"] = self.vector(f"{name}.bias")
+        if dims.traits.layer_input:
+            arrays |= self.layer_input(layer)
+        for part, (name, (channels, *_)) in dims.mixer_tensors(layer).items():
+            value = self.vector(f"{prefix}.{name}")
+            if part == "taps":
+                value = value.reshape(channels, -1)  # mlx-lm's have [channels, taps, 1]
+            arrays[f"{part}.weight"] = value
         if settings.active_experts:
             arrays |= self.experts(f"{prefix}.mlp")
         mx.eval(arrays)
         return arrays
+
+    def layer_input(self, layer: int) -> dict[str, Any]:
+        """Return a layer's columns of the tokens' embeddings, and what projects their embedding."""
+        width = self.settings.dims.traits.layer_input
+        table, projection, norm = self.family.input_tensors
+        own = (layer * width, (layer + 1) * width)
+        file = self._file(table)
+        count = file.entries[table].shape[0]
+        tiles = [
+            self._packed(
+                file.read(table, (low, min(low + PACKED_ROWS, count)))[:, slice(*own)]
+                .astype(self.dtype)
+            )
+            for low in range(0, count, PACKED_ROWS)
+        ]  # fmt: skip
+        parts = matrix_parts(self.settings.bits)
+        arrays = {f"layer_rows.{part}": _join([tile[part] for tile in tiles]) for part in parts}
+        packed = self._packed(self._file(projection).read(projection, own).astype(self.dtype))
+        arrays |= {f"layer_projection.{part}": packed[part] for part in parts}
+        return arrays | {"layer_input_norm.weight": self.factor(norm)}
 
     def experts(self, mlp: str) -> dict[str, Any]:
         """Return the arrays of a mixture of experts, whose matrices are [experts, outputs, inputs].
@@ -310,7 +337,7 @@ class Source:
         return embedding if self.settings.dims.tied else embedding | self.matrix("lm_head", "head")
 
     def final(self) -> dict[str, Any]:
-        weight = self.factor("model.norm.weight")
+        weight = self.factor(f"{self.family.last_norm}.weight")
         scale = self.settings.dims.traits.logit_scale
         if scale != 1.0:  # logits are linear in the norm's output
             weight = weight.astype(mx.float32) * scale

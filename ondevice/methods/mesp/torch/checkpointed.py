@@ -8,11 +8,12 @@ once it is there (MeSP, section 4.2, with automatic differentiation in place of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -28,7 +29,7 @@ from ondevice.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.methods.mesp.torch.model import Optimizer
+    from ondevice.methods.mesp.torch.optimizer import Optimizer
     from ondevice.models import LoadedModel
 
 
@@ -107,6 +108,14 @@ class CheckpointedModel:
             parametrize.remove_parametrizations(*self.changed.pop(), leave_parametrized=False)
         while self.replaced:
             self.family.replace(*self.replaced.popitem())
+
+    def padded(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows as they are; see `Model.padded`."""
+        return ids, labels
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a context without effect; see `Model.beside`."""
+        return nullcontext()
 
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The operations that the stages are made of: products, norm, rotary embedding, SwiGLU and causal
-attention, forward and backward, for eager PyTorch, for CUDA with liger-kernel (as fast or faster in
-every row of `benchmarks/results/mesp_cuda`), and for a graph that is exported.
+attention, forward and backward, for eager PyTorch and for a graph that is exported;
+`triton_kernels` has those for a GPU.
 
 Attention has no score matrix of the whole sequence, and three algorithms. `flash` and `cudnn`:
 FlashAttention's and cuDNN's own pairs of kernels, on CUDA in half precision, whichever PyTorch
@@ -20,10 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from ondevice.core.errors import MissingPackageError
-from ondevice.core.method import has_liger
 from ondevice.methods.mesp.memory import CHUNK_QUERIES, CHUNK_SCORES
-from ondevice.nn.cross_entropy import cast, joined, times, wide
+from ondevice.nn.cross_entropy import (
+    cast,
+    exp_sums,
+    joined,
+    label_logits,
+    logits_gradient,
+    times,
+    wide,
+)
+from ondevice.nn.low_rank import LowRank
 
 Algorithm = Literal["flash", "cudnn", "chunks"]
 GPU_CHUNKS = 64
@@ -86,6 +93,22 @@ def attend(
     return outputs[0].transpose(1, 2).contiguous(), (algorithm, *outputs[:8])
 
 
+def attend_branches(
+    q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, mask_B1TT: Tensor, how: Scores
+) -> Tensor:
+    """Compute `attend` of prompts with their continuations, which `mask_B1TT` keeps apart: a prompt
+    attends to itself once. Float32 sums have the order of `attend`'s, as two orders differ by 1e-5
+    nats after 30 layers."""
+    if algorithm_for(q_BTHh, k_BTKh, v_BTKh) == "chunks":
+        return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh, mask_B1TT, how)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
+    grouped = q.shape[1] != k.shape[1]
+    o = functional.scaled_dot_product_attention(
+        q, k, v, mask_B1TT, scale=how.scale, enable_gqa=grouped
+    )
+    return o.transpose(1, 2)
+
+
 def attend_backward(
     g_BTHh: Tensor,
     q_BTHh: Tensor,
@@ -121,8 +144,9 @@ def attend_in_chunks(
     """Return attention written out.
 
     Args:
-        mask: [tokens, tokens], added to the scores; then chunks are joined instead of written into
-            one tensor, as an exported graph has to: there a write into a slice copies the whole.
+        mask: [tokens, tokens] or [rows, 1, tokens, tokens], added to the scores; then chunks are
+            joined instead of written into one tensor, as an exported graph has to: there a write
+            into a slice copies the whole.
     """
     how = how or Scores(q.shape[-1] ** -0.5)
     keys = _by_head(k)
@@ -209,7 +233,10 @@ def _probabilities(
     queries = last - first
     scores = torch.bmm(chunk_NCh * how.scale, keys_NSh.transpose(1, 2))
     groups = chunk_NCh.shape[1] // queries
-    if mask is not None:
+    if mask is not None and mask.ndim == 4:
+        by_query = scores.view(len(mask), -1, queries, last)
+        by_query += mask[..., first:last, :last]
+    elif mask is not None:
         seen = mask[first:last, :last]
         if groups > 1:
             seen = seen.repeat(groups, 1)
@@ -261,6 +288,7 @@ def _ungroup(x: Tensor, like_BTHh: Tensor, queries: int) -> Tensor:
 Position = tuple[Tensor, Tensor]
 """cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] if sequences have several rows
 each."""
+Parts = tuple[LowRank | None, ...]
 
 
 class Matrix(Protocol):
@@ -279,6 +307,9 @@ class TorchKernels:
 
     name = "torch"
     in_place = True
+    fused = False
+    """Chains of operations are one kernel each: see `rotate_normed`, `swiglu_parts` and
+    `loss_rows`."""
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
@@ -375,6 +406,47 @@ class TorchKernels:
         aten.gelu_backward.grad_input(up, gate, approximate="tanh", grad_input=up)
         return up, g.mul_(aten.gelu_(gate, approximate="tanh"))
 
+    def rotate_normed(self, x: Tensor, weight: Tensor, eps: float, position: Position) -> Tensor:
+        """Return the rotation of the norm of each head of [B, T, heads, h], in new memory."""
+        normed = self.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+        return self.rope(normed, normed[:, :, :0], position)[0]
+
+    def rotate_normed_backward(
+        self, x: Tensor, weight: Tensor, eps: float, position: Position, g: Tensor
+    ) -> Tensor:
+        """Return the gradient of `rotate_normed`'s x from that of its result."""
+        g = self.rope(g, g[:, :, :0], (position[0], -position[1]))[0]
+        rows = [y.reshape(-1, x.shape[-1]) for y in (x, g)]
+        zeros = torch.zeros_like(rows[0])
+        return self.rms_norm_backward(rows[0], weight, eps, rows[1], zeros).view(x.shape)
+
+    def swiglu_parts(self, gate: Tensor, up: Tensor, parts: Parts) -> Tensor:
+        """Return silu(gate + its part) (up + its part), in new memory."""
+        return self.swiglu(*(with_part(x, part) for x, part in zip((gate, up), parts)))
+
+    def swiglu_parts_backward(
+        self, gate: Tensor, up: Tensor, g: Tensor, parts: Parts
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of gate and up, and the activation; the memory of all three arguments is
+        used up.
+
+        Args:
+            parts: low-rank parts of gate, up and g.
+        """
+        gate, up, g = (with_part(x, part) for x, part in zip((gate, up, g), parts, strict=True))
+        act = self.swiglu(gate, up)
+        return *self.swiglu_backward(gate.clone(), up.clone(), g.clone()), act
+
+    def loss_rows(
+        self, logits: Tensor, targets: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's negative log likelihood [n] and `scale` (softmax - one-hot) [n, V] in
+        `dtype`; the memory of `logits` [n, V] is used up."""
+        maximum, total = exp_sums(None, logits.clone())
+        lse = maximum + total.log()
+        nll = lse - label_logits(logits, targets)
+        return nll, cast(logits_gradient(logits, targets, lse, torch.full_like(lse, scale)), dtype)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Any]:
         """See `attend`."""
         return attend(q, k, v, how)
@@ -445,60 +517,8 @@ def _rotated(x: Tensor, position: Position) -> Tensor:
     return torch.cat(parts if width == x.shape[-1] else (*parts, x[..., width:]), -1)
 
 
-class LigerKernels(TorchKernels):
-    """liger-kernel's Triton kernels for norm and SwiGLU: one pass over memory instead of
-    several."""
-
-    name = "liger"
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:  # 1 + w in float32
-            return super().rms_norm(x, weight, eps)
-        from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
-
-        return ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
-
-    def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
-    ) -> Tensor:
-        if weight.dtype != x.dtype:
-            return super().rms_norm_backward(x, weight, eps, gn, g)
-        from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
-
-        _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(
-            x, weight, eps, 0.0, "llama", None
-        )
-        gradients = ops.rms_norm_backward(
-            gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False
-        )
-        return g.add_(gradients[0])
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        from liger_kernel.ops import swiglu as ops  # pyright: ignore[reportMissingImports]
-
-        return ops.swiglu_forward(gate, up)[2]
-
-    def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        from liger_kernel.ops import swiglu as ops  # pyright: ignore[reportMissingImports]
-
-        return ops.swiglu_backward(gate, up, g)
-
-
-def choose(kernels: str, device: str) -> TorchKernels:
-    """Choose what `method.kernels` asks for; `auto` is liger's on a GPU if the package is
-    installed, otherwise torch's.
-
-    Raises:
-        MissingPackageError: liger is asked for but not installed, or there is no GPU.
-    """
-    possible = has_liger(device)
-    if kernels == "liger" and not possible:
-        raise MissingPackageError(
-            "liger-kernel is asked for and cannot be used",
-            expected="a GPU and the package liger-kernel",
-            received="no package" if device.startswith("cuda") else "no GPU",
-            hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
-        )
-    if possible and kernels != "torch":
-        return LigerKernels()
-    return TorchKernels()
+def with_part(x: Tensor, part: LowRank | None) -> Tensor:
+    """Return x + scale h b, in new memory; x itself without a part."""
+    if part is None:
+        return x
+    return torch.addmm(x, part.h, cast(part.b, x.dtype), alpha=part.scale)

@@ -8,10 +8,8 @@ chunk of tokens exists at a time, so that attention's own and the residual strea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,392 +17,74 @@ import torch
 from torch import Tensor
 
 from ondevice.core.dims import EXPERTS
-from ondevice.core.errors import CheckpointError
-from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
-from ondevice.methods.mesp.check import check_resident
-from ondevice.methods.mesp.lora import LoraParameters, check_state, initial_tensors
-from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
-from ondevice.methods.mesp.torch.kernels import Matrix, Position, choose
-from ondevice.methods.mesp.torch.stages import (
-    Block,
-    Blocks,
-    Linear,
-    OnGradient,
-    OtherMlp,
-    RowsApart,
-    Stages,
-)
-from ondevice.models.families.moe import MoeFamily
+from ondevice.core.errors import MissingPackageError
+from ondevice.core.method import has_triton
+from ondevice.core.session import IGNORE
+from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, gpu_chunk_tokens, kept_layers
+from ondevice.methods.mesp.torch.block import Block, Linear, OnGradient, SharedKeys
+from ondevice.methods.mesp.torch.inputs import HostInputs, Inputs
+from ondevice.methods.mesp.torch.kept import Kept
+from ondevice.methods.mesp.torch.kernels import Position, TorchKernels
+from ondevice.methods.mesp.torch.optimizer import Optimizer
+from ondevice.methods.mesp.torch.stages import Blocks, Stages
+from ondevice.methods.mesp.torch.weights import Frozen, OfLayer, Positions, Weights
 from ondevice.nn.cross_entropy import (
     AnswerHead,
     Loss,
     Scale,
+    find_labelled,
     label_columns,
-    wide,
 )
 from ondevice.nn.experts import pair_of
-from ondevice.nn.packed import Nf4Matrix, PackedLinear
 from ondevice.nn.row_mask import of_rows
-from ondevice.offload.device import Timeline, open_device
-from ondevice.offload.transfers import Activations
-from ondevice.runtime_ops.layer_adam import AdamStep, torch_steps
+from ondevice.nn.rows_apart import BranchesApart, RowsApart
 
 if TYPE_CHECKING:
-    from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import Family, LoadedModel
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """One block's weights: the factors of its norms by place, and matrix and bias of each linear
-    layer; `mlp` is an MLP that has other ones."""
-
-    norms: dict[str, Tensor]
-    linears: dict[str, tuple[Matrix, Tensor | None]]
-    mlp: OtherMlp | None = None
-
-
-class Weights(Protocol):
-    """All frozen weights of a model, wherever they are."""
-
-    dims: ModelDims
-    dtype: torch.dtype
-    device: torch.device
-    norm: Tensor
-    """Factor of the norm before the head, [D]."""
-    vocab: int
-
-    def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return int64 [B, T] -> [B * T, D], new memory."""
-        ...
-
-    def positions(self, length_tokens: int) -> Positions:
-        """Return a function of a block's number to its cos and sin, [1, T, 1, head_dim / 2]
-        each."""
-        ...
-
-    def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
-        """Return block `i`, until the context ends; `then` is the block that will be asked for
-        next."""
-        ...
-
-    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        """Return rows of the output head."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A matrix as it is."""
-
-    weight: Tensor
-
-    def dense(self) -> Tensor:
-        return self.weight
-
-
-class Resident:
-    """A loaded model's own tensors. With `bits` quantised matrices replace its own.
+def choose(kernels: str, device: str) -> TorchKernels:
+    """Choose what `method.kernels` asks for; `auto` is Triton's on a GPU if the package is
+    installed, otherwise torch's.
 
     Raises:
-        ConfigError: 4 bits without a GPU.
-        MissingPackageError: bitsandbytes is not installed.
+        MissingPackageError: triton is asked for but not installed, or there is no GPU.
     """
-
-    def __init__(self, loaded: LoadedModel, device: torch.device, bits: int | None = None) -> None:
-        family: Family = loaded.family
-        check_resident(str(device), bits)
-        self.dims = loaded.dims
-        self.device = device
-        self.vocab = loaded.dims.vocab
-        self.blocks = [
-            self._frozen_layer(family, i, device, bits) for i in range(loaded.dims.layers)
-        ]
-        if family.head_weight.device != device:
-            model: Any = loaded.model
-            model.to(device)
-        self.family = family
-        self.table = family.embedding.weight
-        self.dtype = self.table.dtype
-        self.norm = factor(self.dims, family.model.model.norm.weight.detach())
-
-    def _frozen_layer(
-        self, family: Family, i: int, device: torch.device, bits: int | None
-    ) -> Frozen:
-        layer: Any = family.layer(i)
-        if not bits:
-            layer.to(device)
-        linears: dict[str, tuple[Matrix, Tensor | None]] = {}
-        for target in family.linear_targets:
-            linear: Any = family.linear(i, target)
-            bias = linear.bias
-            if bias is not None:
-                bias = bias.detach().to(device)
-            if isinstance(linear, PackedLinear):
-                matrix: Matrix = linear
-            elif bits:
-                matrix = Nf4Matrix.pack(linear.weight.detach().to(device), double=False)
-                family.set_linear(i, target, PackedLinear(matrix, bias))
-            else:
-                matrix = Dense(linear.weight.detach())
-            linears[target] = (matrix, bias)
-        weights = {
-            place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms
-        }
-        norms = {place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}
-        mlp = None
-        if isinstance(family, MoeFamily):
-            layer.mlp.to(device)
-            mlp = partial(family.mlp_of, i)
-        return Frozen(norms, linears, mlp)
-
-    def embed(self, ids_BT: Tensor) -> Tensor:
-        return scaled(self.dims, self.table.detach()[ids_BT.reshape(-1)])
-
-    def positions(self, length_tokens: int) -> Positions:
-        return by_layer(self.family, length_tokens, self.device, self.dtype)
-
-    def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
-        return nullcontext(self.blocks[i])
-
-    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        return self.family.head_weight.detach()[low:high]
-
-    def close(self) -> None:
-        """Leave the model to its owner."""
-
-
-Positions = Callable[[int], "Position"]
-
-
-def by_layer(
-    family: Family, length_tokens: int, device: torch.device, dtype: torch.dtype
-) -> Positions:
-    """Return a function of a block's number to its cos and sin."""
-    tables = family.positions(length_tokens, device, dtype)
-    made: dict[int, Position] = {}
-
-    def of(i: int) -> Position:
-        pair = family.layer_position(i, tables)
-        if id(pair[0]) not in made:
-            made[id(pair[0])] = halves(pair)
-        return made[id(pair[0])]
-
-    return of
-
-
-def factor(dims: ModelDims, weight: Tensor) -> Tensor:
-    """Return what a norm multiplies by: its weight, or 1 + w, in float32 at least."""
-    if dims.traits.norm_offset:
-        return 1.0 + wide(weight)
-    return weight
-
-
-def scaled(dims: ModelDims, rows: Tensor) -> Tensor:
-    """Return rows of the embedding, in new memory, times the model's factor."""
-    scale = dims.traits.embedding_scale
-    return rows if scale == 1.0 else rows.mul_(rows.new_tensor(scale))
-
-
-def halves(position: tuple[Tensor, Tensor]) -> Position:
-    """Return transformers' cos and sin [1, T, head_dim] repeat their first half."""
-    cos, sin = (tensor[:, :, None, : tensor.shape[-1] // 2].contiguous() for tensor in position)
-    return cos, sin
-
-
-_OPS: Any = torch  # what torch.optim itself calls
-
-
-class Optimizer:
-    """SGD or AdamW on every A and B, float32, with AdamW's moments, and the summed gradients of
-    several micro-batches."""
-
-    def __init__(
-        self,
-        parameters: tuple[LoraParameters, ...],
-        config: MespConfig,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.parameters = {(lora.layer, lora.target): lora for lora in parameters}
-        self.tensors = {
-            name: torch.from_numpy(v).to(device)
-            for name, v in initial_tensors(parameters, seed).items()
-        }
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.sums: dict[str, Tensor] = {}
-        self.done = 0
-        self.waiting: list[tuple[str, Tensor]] = []
-        self.learning_rate = 0.0
-        self.accumulate = False
-
-    def begin(self, learning_rate: float, accumulate: bool) -> None:
-        """Begin a step; with `accumulate` its gradients are summed until `end`, else each is
-        applied and dropped."""
-        self.learning_rate = learning_rate
-        self.accumulate = accumulate
-
-    def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
-        """Use both gradients, float32 in the shapes of A and B.
-
-        On a GPU the matrices of a block are updated together (`flush`): their gradients are small,
-        launches are not.
-        """
-        for name, gradient in ((parameters.a_name, ga), (parameters.b_name, gb)):
-            if not self.accumulate:
-                self.waiting.append((name, gradient.contiguous()))
-            elif name in self.sums:
-                self.sums[name].add_(gradient)
-            else:
-                self.sums[name] = gradient.contiguous()
-        if self.device.type == "cpu":
-            self.flush()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Update what waits."""
-        waiting = self.waiting
-        self.waiting = []
-        if not waiting:
-            return
-        values = [self.tensors[name] for name, _ in waiting]
-        gradients = [gradient for _, gradient in waiting]
-        config = self.config
-        rate = self.learning_rate
-        if config.optimizer == "sgd":
-            _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
-            _OPS._foreach_add_(values, gradients, alpha=-rate)
-            return
-        for (name, _), value in zip(waiting, values):
-            if name not in self.moments:
-                self.moments[name] = torch.zeros_like(value), torch.zeros_like(value)
-        m, v = ([self.moments[name][which] for name, _ in waiting] for which in (0, 1))
-        torch_steps(
-            values,
-            gradients,
-            m,
-            v,
-            AdamStep(
-                rate, config.beta1, config.beta2, config.eps, config.weight_decay, self.done + 1
-            ),
+    possible = has_triton(device)
+    if kernels == "triton" and not possible:
+        raise MissingPackageError(
+            "Triton's kernels are asked for and cannot be used",
+            expected="a GPU and the package triton",
+            received="no package" if device.startswith("cuda") else "no GPU",
+            hint="method.kernels: torch, or PyTorch's own build for CUDA, which brings triton",
         )
+    if possible and kernels != "torch":
+        from ondevice.methods.mesp.torch.triton_kernels import TritonKernels
 
-    def end(self) -> None:
-        """End the step: sums are clipped, applied and dropped."""
-        limit = self.config.max_grad_norm
-        if limit is not None and self.sums:
-            norm = torch.stack([sums.square().sum() for sums in self.sums.values()]).sum().sqrt()
-            _OPS._foreach_mul_(
-                list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0)
-            )  # as in torch's
-        self.waiting = [*self.waiting, *self.sums.items()]
-        self.sums = {}
-        self.flush()
-        self.done += 1
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Return A, B and moments, float32, and the number of steps."""
-        result = self.arrays()
-        for name, moments in self.moments.items():
-            for moment, value in zip(MOMENTS, moments):
-                result[f"{moment}/{name}"] = value.cpu().numpy().copy()
-        result[OPTIMIZER_STEP] = np.array([self.done], dtype=np.int64)
-        return result
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return every A and B by PEFT's name."""
-        return {name: value.detach().cpu().numpy().copy() for name, value in self.tensors.items()}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave; nothing is changed if something does not fit.
-
-        Raises:
-            CheckpointError: naming the first tensor that is missing or of another shape.
-        """
-        if OPTIMIZER_STEP not in state:
-            raise CheckpointError(
-                "the checkpoint lacks optimizer_step", hint="resume from an older checkpoint"
-            )
-        done = int(state[OPTIMIZER_STEP][0])
-        shapes = {
-            name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()
-        }
-        moments = bool(self.config.optimizer == "adamw" and done)
-        check_state(state, shapes)
-        if moments:
-            check_state(
-                state,
-                {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()},
-            )
-        self.assign({name: state[name] for name in shapes})
-        self.done = done
-        self.moments = {}
-        if moments:
-            for name in shapes:
-                m, v = (
-                    torch.from_numpy(state[f"{moment}/{name}"].copy()).to(self.device)
-                    for moment in MOMENTS
-                )
-                self.moments[name] = (m, v)
-
-    @torch.no_grad()
-    def assign(self, arrays: dict[str, np.ndarray]) -> None:
-        """Copy arrays of the right shapes into A and B."""
-        for name, value in arrays.items():
-            self.tensors[name].copy_(
-                torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
-            )
+        return TritonKernels()
+    return TorchKernels()
 
 
-class Inputs:
-    """The inputs of blocks between the two passes, on the device."""
+class Passes(Protocol):
+    """Both passes over batches of one shape."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.saved: list[Tensor] = []
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Return the last block's output [N, D], to be overwritten with its gradient."""
+        ...
 
-    def begin(self, layers: int, like: Tensor) -> None:
-        """Begin a step; `like` is an input."""
-        self.saved = []
-
-    def save(self, i: int, x: Tensor) -> None:
-        self.saved.append(x)
-
-    def load(self, i: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the input of block `i`, which comes after block `i + 1`'s."""
-        return self.saved.pop()
-
-    def done(self, i: int) -> None:
-        """Release an input: what was computed until now is the last that reads it."""
+    def backward(self, model: Model) -> None:
+        """Give every gradient to the optimizer."""
+        ...
 
 
-class HostInputs(Inputs):
-    """See `Inputs`; they wait in pinned host memory, and come back a block ahead."""
+class Graphs(Protocol):
+    """Passes that are recorded; see `graphed.StepGraphs`."""
 
-    def __init__(self, device: torch.device) -> None:
-        opened = open_device(str(device))
-        self.timeline = Timeline(opened)
-        self.activations = Activations(opened, self.timeline, "host", None)
+    def padded_length(self, rows: int, length_tokens: int) -> int: ...
 
-    def begin(self, layers: int, like: Tensor) -> None:
-        self.activations.begin(layers, 1, like)
+    def passes(self, model: Model, ids_BT: Tensor) -> Passes | None: ...
 
-    def save(self, i: int, x: Tensor) -> None:
-        self.activations.save(i, 0, x)
-
-    def load(self, i: int, shape: tuple[int, ...]) -> Tensor:
-        x = self.activations.load(i, 0, shape)
-        self.activations.prefetch(i - 1, 0)
-        return x
-
-    def done(self, i: int) -> None:
-        self.activations.done(i, 0)
-        if i == 0:
-            self.timeline.drain()
+    def beside(self) -> AbstractContextManager[None]: ...
 
 
 def in_order(layers: range) -> Iterable[tuple[int, int | None]]:
@@ -416,14 +96,20 @@ class Model:
     """A frozen model with its trained parameters; nothing here is kept from one call to the
     next."""
 
-    def __init__(self, weights: Weights, optimizer: Optimizer, config: MespConfig) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        optimizer: Optimizer,
+        config: MespConfig,
+        graphs: Graphs | None = None,
+    ) -> None:
         self.weights = weights
         self.optimizer = optimizer
         self.config = config
         self.dims = weights.dims
         kernels = choose(config.kernels, weights.device.type)
         stages = Stages(weights.dims, kernels)
-        usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
+        usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else gpu_chunk_tokens
         self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
         loss = (
             weights.norm,
@@ -432,25 +118,59 @@ class Model:
             config.loss_tiles,
             config.loss_chunk_tokens,
         )
-        self.loss = Loss(weights, *loss, scale=weights.dims.traits.logit_scale)
+        once = kernels.fused and config.weight_placement == "resident"
+        traits = weights.dims.traits
+        of_logits: dict[str, Any] = {"scale": traits.logit_scale, "cap": traits.logit_cap}
+        self.loss = Loss(weights, *loss, **of_logits, once=once)
         self.answer_loss = None
         if config.answers:
             head = AnswerHead(weights, config.answers)
-            self.answer_loss = Loss(head, *loss, scale=weights.dims.traits.logit_scale)
+            self.answer_loss = Loss(head, *loss, **of_logits)
         self.inputs = Inputs(weights.device)
         if config.activations == "host":
             self.inputs = HostInputs(weights.device)
+        self.keeps = kept_layers(config.recompute, weights.dims)
+        self.adapters: Mapping[str, Tensor] = {}
+        """A and B by name in the dtype of activations, in a step."""
+        self.shared: dict[int, SharedKeys] = {}
+        """Of a pass, keys and values by the layer that computes them, if others read them, too."""
+        self.layer_inputs: OfLayer = lambda i: None
+        self.graphs = graphs
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a context for the work of a call, on the stream of its graphs."""
+        return self.graphs.beside() if self.graphs is not None else nullcontext()
 
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
-        x = self.weights.embed(ids_BT)
-        positions = self.positions(ids_BT, None)
+        x = self._evaluated(ids_BT, self.positions(ids_BT, None))
+        loss, labels = self.loss_of(labels_BT)
+        return loss.row_nll(x, labels)
+
+    @torch.no_grad()
+    def branches_nll(
+        self,
+        ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        branches: BranchesApart,
+        sources_N: Tensor,
+        labels_N: Tensor,
+    ) -> Tensor:
+        """Return each label's negative log likelihood, float32 [N]; see `core.session.Branching`."""
+        positions = self.packed_positions(int(position_ids_BT.max()) + 1, position_ids_BT)
+        self.blocks.stages.apart = branches
+        x = self._evaluated(ids_BT, positions)[sources_N]
+        loss, labels = self.loss_of(labels_N)
+        return loss.token_nll(x, labels)
+
+    def _evaluated(self, ids_BT: Tensor, positions: Positions) -> Tensor:
+        """Return the last block's output [N, D], with nothing kept for a backward pass."""
+        x = self._begin(ids_BT)
         for i, then in in_order(range(self.dims.layers)):
             with self.weights.block(i, then) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, positions(i), ids_BT.shape[0])
-        loss, labels = self.loss_of(labels_BT)
-        return loss.row_nll(x, labels)
+        return x
 
     @torch.no_grad()
     def forward_backward(
@@ -464,38 +184,101 @@ class Model:
             position_ids_BT: int64 [rows, tokens], if these are sequences of several rows: see
                 `Packing.packed_step`.
         """
-        x = self.weights.embed(ids_BT)
+        loss, labels = self.loss_of(labels_BT)
+        labelled = find_labelled(labels)  # now, as it waits for the device
+        graphed = None
+        if self.graphs is not None and position_ids_BT is None:
+            graphed = self.graphs.passes(self, ids_BT)
+        if graphed is not None:
+            total, _ = loss.backward(graphed.forward(ids_BT), labels, scale, labelled)
+            graphed.backward(self)
+            return total
         positions = self.positions(ids_BT, position_ids_BT)
-        layers = self.dims.layers
         rows = ids_BT.shape[0]
+        kept = [self.kept(i) for i in range(self.dims.layers)]
+        x = self.run_forward(ids_BT, positions, kept)
+        total, g = loss.backward(x, labels, scale, labelled)
+        del x
+
+        def done(i: int) -> None:
+            self.optimizer.flush()
+
+        self.run_backward(g, positions, rows, kept, self.on_gradient, done)
+        return total
+
+    def run_forward(self, ids_BT: Tensor, positions: Positions, kept: list[Kept]) -> Tensor:
+        """Return the last block's output [N, D]; inputs of blocks and what `kept` keeps wait for
+        `run_backward`."""
+        self.adapters = self.optimizer.rounded(self.weights.dtype)
+        x = self._begin(ids_BT)
+        layers = self.dims.layers
         self.inputs.begin(layers, x)
         for i, then in in_order(range(layers)):
             self.inputs.save(i, x)
             with self.weights.block(i, then) as frozen:
-                x = self.blocks.forward(self.block(i, frozen), x, positions(i), rows)
-        loss, labels = self.loss_of(labels_BT)
-        total, g = loss.backward(x, labels, scale)
-        del x
+                block = self.block(i, frozen, self.adapters)
+                x = self.blocks.forward(block, x, positions(i), ids_BT.shape[0], kept[i])
+        return x
+
+    def _begin(self, ids_BT: Tensor) -> Tensor:
+        """Return the first block's input [N, D]; what blocks read besides is that of these ids."""
+        x = self.weights.embed(ids_BT)
+        self.layer_inputs = self.weights.layer_inputs(ids_BT, x)
+        lend = self.dims.traits.lends_keys
+        self.shared = {i: SharedKeys() for i in range(self.dims.layers) if lend(i)}
+        return x
+
+    def run_backward(
+        self,
+        g: Tensor,
+        positions: Positions,
+        rows: int,
+        kept: list[Kept],
+        on_gradient: Callable[[int], OnGradient],
+        done: Callable[[int], None],
+    ) -> None:
+        """Give every gradient to `on_gradient` of its layer; `g` [N, D] is that of the last block's
+        output, whose memory is used up. `done` is called after each layer."""
+        layers = self.dims.layers
         for i, then in in_order(range(layers)[::-1]):
             x = self.inputs.load(i, tuple(g.shape))
             with self.weights.block(i, then) as frozen:
-                block = self.block(i, frozen)
+                block = self.block(i, frozen, self.adapters)
+                gradients = on_gradient(i)
                 g = self.blocks.backward(
-                    block, x, g, positions(i), rows, self.on_gradient(i), last=i == 0
+                    block, x, g, positions(i), rows, gradients, last=i == 0, kept=kept[i]
                 )
-            self.optimizer.flush()
+            done(i)
             self.inputs.done(i)
             del x
-        return total
+
+    def padded(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows at a length that has graphs; padding has no label."""
+        if self.graphs is None:
+            return ids, labels
+        rows = min(len(ids), self.config.micro_batch_size or len(ids))
+        more = ((0, 0), (0, self.graphs.padded_length(rows, ids.shape[1]) - ids.shape[1]))
+        return np.pad(ids, more), np.pad(labels, more, constant_values=IGNORE)
+
+    def kept(self, layer: int) -> Kept:
+        """Return what that layer's backward pass will find of its forward pass; the last layers
+        keep, since they wait for the shortest time."""
+        after = self.dims.layers - layer
+        keeps = self.keeps
+        return Kept(after <= keeps.attention, after <= keeps.mlp, after <= keeps.projections)
 
     def positions(self, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Positions:
         """Return a function of a block's number to its cos and sin, and keep rows apart in
         attention, or not."""
-        of_block = self.weights.positions(ids_BT.shape[1])
         self.blocks.stages.apart = None
         if position_ids_BT is None:
-            return of_block
+            return self.weights.positions(ids_BT.shape[1])
         self.blocks.stages.apart = RowsApart.of(position_ids_BT)
+        return self.packed_positions(ids_BT.shape[1], position_ids_BT)
+
+    def packed_positions(self, length_tokens: int, position_ids_BT: Tensor) -> Positions:
+        """Return a function of a block's number to each token's cos and sin, of tables that long."""
+        of_block = self.weights.positions(length_tokens)
         made: dict[int, Position] = {}
 
         def packed(i: int) -> Position:
@@ -520,23 +303,28 @@ class Model:
         """Return a callback that gives gradients of one layer's A and B to the optimizer."""
         parameters = self.optimizer.parameters
         apply = self.optimizer.apply
-        return lambda target, ga, gb: apply(parameters[(layer, target)], ga, gb.t())
+        path = self.dims.traits.path
+        return lambda part, ga, gb: apply(parameters[(layer, path(part))], ga, gb.t())
 
-    def block(self, i: int, frozen: Frozen) -> Block:
-        """Return a block's frozen tensors with its A and B."""
+    def block(self, i: int, frozen: Frozen, adapters: Mapping[str, Tensor] | None = None) -> Block:
+        """Return a block's frozen tensors with its A and B; `adapters` has these by name, in the
+        dtype of activations."""
+        adapters = adapters or self.optimizer.tensors
         linears = {}
-        for target, (matrix, bias) in frozen.linears.items():
-            lora = self.optimizer.parameters.get((i, target))
+        for part, (matrix, bias) in frozen.linears.items():
+            lora = self.optimizer.parameters.get((i, self.dims.traits.path(part)))
             a = None
             b = None
             if lora is not None:
-                a = self.optimizer.tensors[lora.a_name]
-                b = self.optimizer.tensors[lora.b_name].t()
-            linears[target] = Linear(matrix, bias, a, b, self.config.scale)
+                a = adapters[lora.a_name]
+                b = adapters[lora.b_name].t()
+            linears[part] = Linear(matrix, bias, a, b, self.config.scale)
         pairs = {}
         for target in EXPERTS:
             if (lora := self.optimizer.parameters.get((i, target))) is not None:
                 a = self.optimizer.tensors[lora.a_name]
                 b = self.optimizer.tensors[lora.b_name]
                 pairs[target] = pair_of(a, b, lora.experts, self.config.scale)
-        return Block(frozen.norms, linears, i, frozen.mlp, pairs)
+        shared = self.shared.get(self.dims.traits.key_layer(i))
+        own = self.layer_inputs(i)
+        return Block(frozen.norms, linears, i, frozen.mlp, pairs, frozen.mixer, shared, own)

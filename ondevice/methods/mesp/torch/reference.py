@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ondevice.methods.mesp.torch.block import Block, Linear
+from ondevice.methods.mesp.torch.graphed import graphs_for
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Model, in_order
 from ondevice.methods.mesp.torch.session import MespSession
-from ondevice.methods.mesp.torch.stages import Block, Blocks, Linear, Stages
+from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.nn.cross_entropy import Scale
 from ondevice.nn.experts import peft_layout
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.methods.mesp.torch.kernels import Scores
-    from ondevice.methods.mesp.torch.model import Frozen
+    from ondevice.methods.mesp.torch.weights import Frozen
     from ondevice.models import LoadedModel
 
 EXPERTS_NDIM = 3
@@ -34,7 +36,8 @@ def reference_session(
 ) -> MespSession:
     """Return a session of mesp whose gradients are autograd's, by one graph of all blocks."""
     session = MespSession(loaded, config, seed, device)
-    session.model = AutogradModel(session.weights, session.optimizer, config)
+    graphs = graphs_for(session.weights, config)
+    session.model = AutogradModel(session.weights, session.optimizer, config, graphs)
     return session
 
 
@@ -80,7 +83,7 @@ class AutogradModel(Model):
     ) -> Tensor:
         """See `Model.forward_backward`; of rows that are not packed."""
         assert position_ids_BT is None  # noqa: S101 - a packed step's reference is its rows' step
-        x = self.weights.embed(ids_BT)
+        x = self._begin(ids_BT)
         positions = self.weights.positions(ids_BT.shape[1])
         leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():

@@ -3,7 +3,8 @@ that resumes bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE, PackingSession, StepResult, Weigh
+from ondevice.data.pictures import FIRST_ID
 from ondevice.methods.mesp.check import IN_TORCH
 from ondevice.methods.mesp.lora import (
     check_adapter,
@@ -20,12 +22,17 @@ from ondevice.methods.mesp.lora import (
     lora_parameters,
 )
 from ondevice.methods.mesp.torch.checkpointed import CheckpointedModel, checkpointed_parameters
-from ondevice.methods.mesp.torch.model import Model, Optimizer, Resident
+from ondevice.methods.mesp.torch.graphed import graphs_for
+from ondevice.methods.mesp.torch.model import Model
+from ondevice.methods.mesp.torch.optimizer import Optimizer
 from ondevice.methods.mesp.torch.streamed import Streamed
+from ondevice.methods.mesp.torch.weights import Resident
 from ondevice.methods.model_loss import nll_in_parts
 from ondevice.models import ModelFiles
-from ondevice.nn.cross_entropy import Scale
+from ondevice.nn.adapters import adapted
+from ondevice.nn.cross_entropy import Scale, WeighedRows
 from ondevice.nn.memory import memory_errors
+from ondevice.nn.rows_apart import BranchesApart
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -71,7 +78,8 @@ class MespSession(PackingSession):
             self.device = torch.device(device or model.family.head_weight.device)
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
-        self.model = Model(self.weights, self.optimizer, config)
+        graphs = graphs_for(self.weights, config)
+        self.model = Model(self.weights, self.optimizer, config, graphs)
 
     def _open_unknown(self, model: LoadedModel, seed: int, device: str | None) -> None:
         module: Any = model.model
@@ -106,20 +114,33 @@ class MespSession(PackingSession):
         The rows' likelihoods are known between the head and the backward pass, where the weights
         multiply the head's gradient. A step in several parts computes them first.
         """
-        losses: list[float] = []
-
-        def weighed(nll: np.ndarray) -> Tensor:
-            loss, weights = weigh(nll)
-            losses.append(loss)
-            return torch.from_numpy(weights).to(self.device)
-
+        weighed = WeighedRows(weigh)
         rows = self.config.micro_batch_size or len(ids)
-        scales: list[Scale] = [lambda nll_B: weighed(nll_B.cpu().numpy())]
+        scales: list[Scale] = [weighed]
         if rows < len(ids):
-            weights = weighed(nll_in_parts(self.evaluate, ids, labels, rows))
-            scales = [lambda nll_B, part=part: part for part in weights.split(rows)]
+            found = torch.from_numpy(nll_in_parts(self.evaluate, ids, labels, rows))
+            scales = [lambda nll_B, part=part: part for part in weighed(found).split(rows)]
         self._step((ids, labels, None), scales, learning_rate)
-        return StepResult(losses[0], (losses[0],))
+        return StepResult(weighed.loss, (weighed.loss,))
+
+    @contextmanager
+    def writing(self) -> Iterator[LoadedModel]:
+        """Give the model with the adapter in its layers for a block; see `Writing`.
+
+        Raises:
+            ConfigError: the weights are in files, or in 4 bits.
+        """
+        if isinstance(self.loaded, ModelFiles) or self.config.bits:
+            raise ConfigError(
+                "mesp writes answers only with resident weights of the model's own precision",
+                expected="method.weight_placement: resident, method.bits left out",
+                received=f"{self.config.weight_placement}, bits {self.config.bits}",
+            )
+        if self.loaded.dims.whole:  # the adapter is in its layers
+            yield self.loaded
+            return
+        with adapted(self.loaded, self.adapter()):
+            yield self.loaded
 
     def _step(
         self,
@@ -135,9 +156,11 @@ class MespSession(PackingSession):
         """
         check_not_partially_updated(self.partially_updated)
         ids, labels, position_ids = arrays
+        if position_ids is None:
+            ids, labels = self.model.padded(ids, labels)
         rows = self.config.micro_batch_size or len(ids)
         clips = self.config.max_grad_norm is not None
-        with memory_errors(f"a step of {rows} rows of {ids.shape[1]} tokens", HINT):
+        with memory_errors(_told("a step", rows, ids), HINT), self.model.beside():
             ids_BT, labels_BT = self._tensors(ids, labels)
             self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids))
             self.partially_updated = True
@@ -154,10 +177,31 @@ class MespSession(PackingSession):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        with memory_errors(f"an evaluation of {len(ids)} rows of {ids.shape[1]} tokens", HINT):
+        with memory_errors(_told("an evaluation", len(ids), ids), HINT), self.model.beside():
             ids_BT, labels_BT = self._tensors(ids, labels)
-            nll = self.model.row_nll(ids_BT, labels_BT)
-        return nll.cpu().numpy(), (labels[:, 1:] >= 0).sum(1).astype(np.int64)
+            nll = self.model.row_nll(ids_BT, labels_BT).cpu().numpy()
+        return nll, (labels[:, 1:] >= 0).sum(1).astype(np.int64)
+
+    def takes_branches(self, length_tokens: int) -> bool:
+        """Return whether the blocks are known; see `Branching.takes_branches`."""
+        return isinstance(self.model, Model)
+
+    def evaluate_branches(
+        self,
+        ids: np.ndarray,
+        position_ids: np.ndarray,
+        branches: np.ndarray,
+        sources: np.ndarray,
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        assert isinstance(self.model, Model)  # noqa: S101 - `takes_branches`
+        with memory_errors(_told("an evaluation", len(ids), ids), HINT), self.model.beside():
+            ids_BT, position_ids_BT = self._tensors(ids, position_ids)
+            apart = BranchesApart.of(branches, self.weights.dtype, self.device)
+            found = (torch.from_numpy(part).to(self.device) for part in (sources, labels))
+            nll = self.model.branches_nll(ids_BT, position_ids_BT, apart, *found)
+        return nll.cpu().numpy()
 
     def state(self) -> dict[str, np.ndarray]:
         """Return A, B, moments and the number of steps; the same names on every backend."""
@@ -192,7 +236,7 @@ class MespSession(PackingSession):
         self.weights.close()
 
     def _tensors(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-        largest = int(ids.max(initial=0))
+        largest = int(ids.max(initial=0, where=ids < FIRST_ID))
         if largest >= self.loaded.dims.vocab:
             raise DataError(
                 f"token {largest} is not in the model's vocabulary",
@@ -202,6 +246,10 @@ class MespSession(PackingSession):
             )
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         return ids_BT, labels_BT
+
+
+def _told(what: str, rows: int, ids: np.ndarray) -> str:
+    return f"{what} of {rows} rows of {ids.shape[1]} tokens"
 
 
 def open_session(

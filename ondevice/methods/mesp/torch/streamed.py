@@ -21,7 +21,19 @@ from torch import Tensor
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.check import check_streamed
-from ondevice.methods.mesp.torch.model import Dense, Frozen, Positions, by_layer, factor, scaled
+from ondevice.methods.mesp.torch.weights import (
+    Dense,
+    Frozen,
+    OfLayer,
+    Positions,
+    by_layer,
+    factor,
+    mixer_tensor,
+    of_layer,
+    plain_norms,
+    scaled,
+)
+from ondevice.nn.layer_inputs import LayerInputs
 
 if TYPE_CHECKING:
     from ondevice.core.untrusted import TensorPlace
@@ -59,8 +71,10 @@ class Files:
                 self.tensors[name] = (path, stored)
             self.open[path] = os.open(path, os.O_RDONLY)
 
-    def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """Read a tensor, or `rows` of it, on the CPU in the file's dtype.
+    def read(
+        self, name: str, first: int = 0, rows: int | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """Read a tensor, or `rows` of it, or `columns` of one row, on the CPU in the file's dtype.
 
         Raises:
             ModelError: the file has become shorter.
@@ -69,9 +83,14 @@ class Files:
         shape = stored.shape
         if rows is not None:
             shape = (rows, *shape[1:])
+        width = prod(shape[1:])
+        before = first * width
+        if columns is not None:
+            shape = (1, columns.stop - columns.start)
+            before += columns.start
         value = torch.empty(shape, dtype=DTYPES[stored.dtype])
         memory = value.view(-1).view(torch.uint8).numpy().data
-        at = stored.start + first * prod(shape[1:]) * value.element_size()
+        at = stored.start + before * value.element_size()
         done = 0
         while done < len(memory):
             count = os.preadv(self.open[path], [memory[done:]], at + done)
@@ -114,7 +133,8 @@ class Streamed:
                     hint="copy it again",
                 )
         self.head = EMBEDDING if files.dims.tied else "lm_head.weight"
-        self.norm = factor(self.dims, self._fetch("model.norm.weight"))
+        self.norm = factor(self.dims, self._fetch(f"{files.family.last_norm}.weight"))
+        self.inputs = self._layer_inputs()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.coming: dict[tuple[int, ...], Future[Any]] = {}
         """Reads under way: (number,) of a block, (first, last row) of a tile."""
@@ -127,6 +147,23 @@ class Streamed:
 
     def positions(self, length_tokens: int) -> Positions:
         return by_layer(self.family, length_tokens, self.device, self.dtype)
+
+    def layer_inputs(self, ids_BT: Tensor, x_ND: Tensor) -> OfLayer:
+        return of_layer(self.inputs, ids_BT, x_ND)
+
+    def _layer_inputs(self) -> LayerInputs | None:
+        """Return the tensors of layers' inputs; of the table only numbers of the batch's tokens are
+        read."""
+        if not self.dims.traits.layer_input:
+            return None
+        table, projection, norm = self.family.input_tensors
+
+        def rows(ids_N: Tensor, own: slice) -> Tensor:
+            unique, index = ids_N.cpu().unique(return_inverse=True)
+            found = [self.files.read(table, token, 1, own) for token in unique.tolist()]
+            return torch.cat(found)[index].to(self.device, self.dtype)
+
+        return LayerInputs(rows, self._fetch(projection), self._fetch(norm), self.dims.norm_eps)
 
     @contextmanager
     def block(self, i: int, then: int | None) -> Iterator[Frozen]:
@@ -151,23 +188,29 @@ class Streamed:
             self.coming[then] = self.thread.submit(read, *then)
         return weights
 
-    def _fetch(self, name: str, *rows: int) -> Tensor:
-        return self.files.read(name, *rows).to(self.device, self.dtype)
+    def _fetch(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
+        return self.files.read(name, first, rows).to(self.device, self.dtype)
 
     def _tile(self, low: int, high: int) -> Tensor:
         return self._fetch(self.head, low, high - low)
 
     def _block(self, i: int) -> Frozen:
         linears = {}
-        for target in self.family.linear_targets:
-            name = f"model.layers.{i}.{self.family.linear_parents[target]}.{target}"
-            bias = self._fetch(f"{name}.bias") if self.dims.linear_bias(target) else None
-            linears[target] = (Dense(self._fetch(f"{name}.weight")), bias)
+        traits = self.dims.traits
+        for part, one in self.dims.block_linears(i).items():
+            name = self.family.weight_path(i, one.target)
+            bias = self._fetch(f"{name}.bias") if self.dims.linear_bias(one.target) else None
+            linears[part] = (Dense(self._fetch(f"{name}.weight")), bias)
         norms = {
             place: factor(self.dims, self._fetch(f"model.layers.{i}.{name}.weight"))
-            for place, name in self.dims.traits.norms
+            for place, name in traits.norms_of(i)
         }
-        return Frozen(norms, linears)
+        norms |= plain_norms(self.dims, i, self.norm)
+        mixer = {
+            part: mixer_tensor(self._fetch(f"model.layers.{i}.{name}"))
+            for part, (name, _) in self.dims.mixer_tensors(i).items()
+        }
+        return Frozen(norms, linears, mixer=mixer)
 
     def close(self) -> None:
         """End the thread and close the files."""

@@ -6,6 +6,7 @@ import { Curve } from "./curve.js";
 import { announce, h, setText, terms } from "./dom.js";
 import { attempt, problemBox, problemPlace } from "./errors.js";
 import { bytes, flatten, jobName, moment, setting } from "./format.js";
+import { beforeAfterPanel } from "./judged.js";
 import { Charts, figuresTable } from "./live.js";
 import { logPanel, queuePanel } from "./panels.js";
 import { Tiles } from "./tiles.js";
@@ -73,8 +74,8 @@ export async function jobView(main, { id, signal }) {
     const adapter = job.adapters.includes(job.id) ? job.id : job.adapters[0];
     if (!adapter || used === adapter) return;
     used = adapter;
-    usePanel(adapter, signal)
-      .then((panel) => use.replaceChildren(panel))
+    Promise.all([beforeAfterPanel(job, adapter, signal), usePanel(adapter, signal)])
+      .then((panels) => use.replaceChildren(...panels))
       .catch((error) => place.show(error));
   };
 

@@ -3,6 +3,7 @@
 import { ask, at, get, keyed, post } from "./api.js";
 import { announce, h, table } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
+import { trainOffer } from "./judged.js";
 
 const UP = "\u{1F44D}";
 const DOWN = "\u{1F44E}";
@@ -46,9 +47,11 @@ export function thumbsPanel(signal) {
   const [list, place] = [h("div"), problemPlace()];
   const changed = async () => {
     const rows = await get("/v1/thumbs?limit=20", signal);
+    const counts = await get("/v1/thumbs/counts", signal);
     list.replaceChildren(
       ...(rows.length
         ? [
+            trainOffer(counts, rows[0].model, signal),
             h("a", { class: "button", href: keyed("/v1/thumbs/export"), download: "thumbs.jsonl" }, "Download as JSON lines"),
             table(
               "The newest",

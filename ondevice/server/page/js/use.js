@@ -22,7 +22,7 @@ export async function usePanel(adapter, signal) {
     if (error.status === 409) return null;
     throw error;
   });
-  if (!task) return h("div");
+  if (!task || task.format === "thumbs") return h("div"); // a conversation is tried under “Try”
   const single = Object.keys(task.inputs).length === 1;
   const text = h("textarea", { rows: 4, dir: "auto" });
   const [place, said, found] = [problemPlace(), h("p", { role: "status", class: "soft" }), h("div")];
@@ -37,7 +37,7 @@ export async function usePanel(adapter, signal) {
   signal.addEventListener("abort", () => running?.abort());
 
   const ask = async () => {
-    const rows = dropped.rows() ?? rowsOf(text.value, task, single);
+    const rows = (await dropped.rows()) ?? rowsOf(text.value, task, single);
     if (!rows.length) throw problem("There is no row", "one row a line", "Paste a text or choose a file.");
     const answers = [];
     found.replaceChildren();
@@ -99,9 +99,11 @@ function dropArea(task, place, signal, taken) {
   const area = h("div", { class: "drop" }, labelled("or drop a file here", file, "CSV, Excel, JSON lines or text."));
   const [about, columns] = [h("p", { class: "soft", hidden: true, dir: "auto" }), h("div", { class: "fields" })];
   let content = null;
+  let reading = null; // the daemon's reply about the file that was chosen last
   let selects = [];
   const clear = () => {
     content = null;
+    reading = null;
     selects = [];
     about.hidden = true;
     columns.replaceChildren();
@@ -109,8 +111,11 @@ function dropArea(task, place, signal, taken) {
   const read = async (chosen) => {
     clear();
     place.clear();
+    const asked = post(`/v1/tables/read?name=${encodeURIComponent(chosen.name.toLowerCase())}`, chosen, signal);
+    reading = asked;
     try {
-      const found = await post(`/v1/tables/read?name=${encodeURIComponent(chosen.name.toLowerCase())}`, chosen, signal);
+      const found = await asked;
+      if (reading !== asked) return; // another file or a text has replaced it
       content = { ...found, name: chosen.name };
       taken();
       setText(about, `${chosen.name}: ${number(found.rows.length)} rows`);
@@ -129,6 +134,7 @@ function dropArea(task, place, signal, taken) {
         ...foreign.map(({ column, select }) => labelled(`${title(column)} is in column`, select)),
       );
     } catch (error) {
+      if (reading !== asked) return;
       clear();
       place.show(error);
     }
@@ -152,14 +158,15 @@ function dropArea(task, place, signal, taken) {
       file.value = "";
     },
     name: () => content?.name ?? null,
-    /** The file's rows, each as it is asked and as it is shown; null without a file. */
-    rows: () =>
-      content &&
-      content.rows.map((row) => {
+    /** The file's rows as soon as it is read, each as it is asked and as it is shown; null without a file. */
+    rows: async () => {
+      await reading;
+      return content?.rows.map((row) => {
         if (typeof row === "string") return { asked: row, fields: { row } };
         const named = selects.map(({ column, select }) => [column, row[select.value]]);
         return { asked: { ...row, ...Object.fromEntries(named) }, fields: row };
-      }),
+      });
+    },
   };
 }
 

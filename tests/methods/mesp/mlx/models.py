@@ -90,7 +90,7 @@ def gradients(
             by_name[f"{layer}.{target}.{side}"] = np.array(value)
 
     labelled = int((labels[:, 1:] >= 0).sum())
-    return how(model, ids, labels, labelled, on_gradient) / labelled, by_name
+    return how(model, ids, labels, 1 / labelled, on_gradient) / labelled, by_name
 
 
 def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ mx = pytest.importorskip("mlx.core")
 from benchmarks.mesp import baselines_mlx as baselines  # noqa: E402
 from ondevice.core.dims import BlockTraits  # noqa: E402
 from ondevice.core.registry import method_config, open_session  # noqa: E402
+from ondevice.methods.mesp.mlx import settings as settings_module  # noqa: E402
 from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.methods.mesp.mlx.settings import Rope  # noqa: E402
 from ondevice.models import load_model, open_model, save_tiny  # noqa: E402
@@ -24,6 +25,7 @@ from tests.conformance.plain import PlainFirstOrder  # noqa: E402
 from tests.methods.mesp.mlx.models import dims, error, gradients, random_model, tokens  # noqa: E402
 from tests.methods.mesp.reference import exact  # noqa: E402
 from tests.methods.reference import in_double, plain_loss  # noqa: E402
+from tests.sampling import part_of  # noqa: E402
 
 LIMIT = 1e-5
 """Relative, a tensor; float32."""
@@ -114,7 +116,7 @@ def worst(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> flo
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=part_of(60), deadline=None)
 @given(shapes())
 def test_gradients_are_those_of_automatic_differentiation(shape) -> None:
     sizes, options, rows, length = shape
@@ -248,11 +250,17 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.
             "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}  # fmt: skip
 FAMILIES = {
     "gemma3_text": {"layers": 3},
+    "gemma4_text": {"layers": 5},
+    "gemma4_text, keys are values": {
+        "layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    },
     "granite": {},
+    "lfm2": {"conv_L_cache": 4, "layers": 3},
     "mistral": {"sliding_window": 7},
     "olmo2": {"kv_heads": 1},
     "phi3": {"tied": False},
     "qwen3": {},
+    "qwen3_5_text": {"layers": 3},
     "smollm3": {},
     "qwen2": {"rope_parameters": YARN},
     "smollm3, yarn": {"rope_parameters": YARN, "layers": 4},
@@ -264,11 +272,20 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_traits_of_their_own_have_exact_gradients(tmp_path, family) -> None:
+def test_families_with_traits_of_their_own_have_exact_gradients(
+    tmp_path, family, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against autograd in float64 over transformers' own forward pass."""
+    monkeypatch.setattr(settings_module, "DELTA_CHUNK_TOKENS", 5)
     sizes = FAMILIES[family]
+    # Differences of products in a delta rule: PyTorch's float32 is 1e-5 from float64 there.
+    limit = LIMIT * (4 if family == "qwen3_5_text" else 2)
     folder = save_tiny(tmp_path / "model", family.partition(",")[0], **sizes)
-    config = method_config("mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3})
+    settings = {"rank": 3, "alpha": 6.0, "mlp_tiles": 3}
+    if family.startswith("gemma4_text"):
+        settings["target_modules"] = ("q_proj", "k_proj", "o_proj", "down_proj", "up_proj",
+                                      "per_layer_input_gate", "per_layer_projection")  # fmt: skip
+    config = method_config("mesp", settings)
     session = open_session(open_model(str(folder)), config, 3, backend="mlx")
     session.model.settings = replace(session.model.settings, query_chunk_tokens=5)
     start, random = session.adapter(), np.random.default_rng(0)
@@ -283,11 +300,11 @@ def test_families_with_traits_of_their_own_have_exact_gradients(tmp_path, family
     )
     assert loss == pytest.approx(expected_loss, rel=2e-6)
     assert len(actual) == len(expected)
+    part = session.model.settings.dims.traits.part
     for one in session.parameters:
         for side, name in (("A", one.a_name), ("B", one.b_name)):
-            assert error(actual[f"{one.layer}.{one.target}.{side}"], expected[name]) <= 2 * LIMIT, (
-                name
-            )
+            ours = actual[f"{one.layer}.{part(one.target)}.{side}"]
+            assert error(ours, expected[name]) <= limit, name
 
 
 @pytest.fixture(scope="module")

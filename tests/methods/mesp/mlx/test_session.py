@@ -135,21 +135,20 @@ def test_settings_that_change_memory_change_no_number(folder, values) -> None:
         assert same(ours, theirs)
 
 
-def test_the_curve_of_200_steps_is_the_checkpointed_one(tmp_path) -> None:
-    """Table 11; SGD as in the paper. Rounding errors of two hundred steps add up to a few 1e-4."""
+def test_the_curve_of_60_steps_is_the_checkpointed_one(tmp_path) -> None:
+    """Table 11; SGD as in the paper."""
     folder = save_tiny(tmp_path / "model", "qwen2", layers=2, tied=False)
     ours = opened(folder, optimizer="sgd")
     theirs = opened(folder, optimizer="sgd", baseline="checkpoint")
     losses = []
-    for step in range(200):
-        ids, labels = batch(1, seed=step % 7)
+    for step in range(60):
+        ids, labels = batch(1, seed=step % 3)
         losses.append(
-            (ours.step(ids, labels, step, 0.02).loss, theirs.step(ids, labels, step, 0.02).loss)
+            (ours.step(ids, labels, step, 0.05).loss, theirs.step(ids, labels, step, 0.05).loss)
         )
     actual = np.array(losses)
-    assert actual[-7:].mean() < 0.5 * actual[:7].mean()
-    np.testing.assert_allclose(actual[:, 0], actual[:, 1], rtol=2e-3)
-    np.testing.assert_allclose(actual[:50, 0], actual[:50, 1], rtol=1e-4)
+    assert actual[-3:].mean() < 0.5 * actual[:3].mean()
+    np.testing.assert_allclose(actual[:, 0], actual[:, 1], rtol=1e-4)
 
 
 def test_rows_of_an_evaluation_are_those_of_a_step(folder) -> None:

@@ -20,14 +20,11 @@ from tests.methods.reference import in_double
 from tests.models.test_any_decoder import save
 
 SHARED = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
+          "enable_moe_block": True, "top_k_experts": 2,
           "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-    },  # short convolutions
-    "qwen3_5_text": {},  # a gated delta layer before attention
-    "gemma4_text": SHARED,  # embeddings for each layer; the last two take keys and values of layers before
+    "bamba": {},  # a layer with a state space before attention
+    "gemma4_text": SHARED,  # experts; the last two layers take keys and values of layers before
     "gemma2": {},  # soft caps: the loss is from logits
     "olmoe": {},  # experts
 }
@@ -52,7 +49,7 @@ def test_gradients_match_autograd(model_type: str, tmp_path: Path) -> None:
 
 
 def test_micro_batches_add_up_and_the_model_is_given_back(tmp_path: Path) -> None:
-    loaded = load_model(str(save(tmp_path / "model", "lfm2")))
+    loaded = load_model(str(save(tmp_path / "model", "bamba")))
     before = dict(loaded.model.named_modules())
     ids, labels = rows(3, 9, 2, 250)
     ids %= 250

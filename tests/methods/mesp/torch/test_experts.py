@@ -35,6 +35,7 @@ BOTH = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "targets", [ATTENTION, ("q_proj", *BOTH), BOTH[1:]], ids=["attention", "experts", "down"]
 )
@@ -81,6 +82,7 @@ def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path
     assert refused.value.expected == "method.weight_placement: resident"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)]
 )

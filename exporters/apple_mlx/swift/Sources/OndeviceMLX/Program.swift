@@ -74,9 +74,20 @@ struct Program: Decodable {
         let embed, final_norm, final_norm_backward, loss, loss_only: [Instruction]
     }
 
+    /// The instructions of one kind of block.
+    struct Lists: Decodable {
+        let forward, backward: [Instruction]
+    }
+
     struct Bucket: Decodable {
         let loss_rows: Int
         let forward, backward: [Instruction]
+        let others: [Lists]?
+
+        /// Those of a block of that kind; `forward` and `backward` are kind 0's.
+        func lists(_ kind: Int) -> Lists {
+            kind == 0 ? Lists(forward: forward, backward: backward) : others![kind - 1]
+        }
     }
 
     let format: Int
@@ -90,6 +101,10 @@ struct Program: Decodable {
     let functions: [String: Function]
     let instructions: InstructionLists
     let lengths: [String: Bucket]
+    let kinds: [Int]?
+
+    /// The kind of a layer's block.
+    func kind(_ layer: Int) -> Int { kinds?[layer] ?? 0 }
 
     static func read(_ artifact: URL) throws -> Program {
         let url = artifact.appendingPathComponent("program.json")

@@ -55,14 +55,14 @@ public final class Trainer {
         begin(learningRate)
         var inputs = [try embed(batch)]
         for layer in 0 ..< program.layers {
-            inputs.append(try run(bucket.forward, ["x": inputs[layer]], blocks[layer], adapter[layer])["x"]!)
+            inputs.append(try run(bucket.lists(program.kind(layer)).forward, ["x": inputs[layer]], blocks[layer], adapter[layer])["x"]!)
             blocks[layer].release()
         }
         var (sum, g) = try loss(inputs.removeLast(), batch, bucket.loss_rows, gradient: true)
         for layer in (0 ..< program.layers).reversed() {
             let given = ["x": inputs.removeLast(), "g": g!]
             g = nil
-            g = try run(bucket.backward, given, blocks[layer], adapter[layer]) { target, a, b in
+            g = try run(bucket.lists(program.kind(layer)).backward, given, blocks[layer], adapter[layer]) { target, a, b in
                 try self.update(layer, target, a, b)
             }["g"]
             blocks[layer].release()
@@ -75,7 +75,7 @@ public final class Trainer {
         let bucket = try self.bucket(batch)
         var x = try embed(batch)
         for layer in 0 ..< program.layers {
-            x = try run(bucket.forward, ["x": x], blocks[layer], adapter[layer])["x"]!
+            x = try run(bucket.lists(program.kind(layer)).forward, ["x": x], blocks[layer], adapter[layer])["x"]!
             blocks[layer].release()
         }
         return try loss(x, batch, bucket.loss_rows, gradient: false).0

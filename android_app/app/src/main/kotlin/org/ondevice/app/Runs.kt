@@ -7,8 +7,10 @@ import org.ondevice.core.ErrorKind
 import org.ondevice.core.Evaluator
 import org.ondevice.core.Event
 import org.ondevice.core.EventLog
+import org.ondevice.core.Format
 import org.ondevice.core.HeldOut
 import org.ondevice.core.OndeviceException
+import org.ondevice.core.RatedAnswers
 import org.ondevice.core.RowReader
 import org.ondevice.core.Session
 import org.ondevice.core.StartMode
@@ -157,13 +159,16 @@ class Runs(private val app: OndeviceApp) : Watched() {
         val adapters = app.store.adapters(artifact)
         plan.startAdapter?.let { session.restart(adapters.load(it)) }
         val batches = Batches(train.map { it.example }, manifest.batchSize, manifest.lengthsTokens, session.seed, tokenizer.padId)
-        val data = TrainData(batches, Storage.sha256(file), plan.data, plan.startAdapter?.let(adapters::sha256))
+        val rated = if (dataset.format != Format.THUMBS) emptyList() else listOf(train, judge).filter { it.isNotEmpty() }
+            .map { RatedAnswers(it, manifest.longestTokens, tokenizer.padId) }
+        val data = TrainData(batches, Storage.sha256(file), plan.data, plan.startAdapter?.let(adapters::sha256), rated)
+        val evaluator = if (judge.isEmpty()) null else rated.getOrNull(1)?.judge() ?: Evaluator(judge, tokenizer.padId)
         val before = EventLog.read(File(live.folder, EventLog.FILE_NAME)).entries.filter { it.kind == "step" }
             .mapNotNull { entry -> entry.number("loss")?.let { (entry.step ?: return@mapNotNull null) to it } }
         app.jobs.onMain { live.losses.addAll(before) }
         return Trainer(
             session, data, TrainSettings(plan.steps, plan.learningRate), live.folder, StartMode.RESUME, ProcessMeter(), app.health,
-            plan.rules, if (judge.isEmpty()) null else Evaluator(judge, tokenizer.padId), Listener(live),
+            plan.rules, evaluator, Listener(live),
         )
     }
 
@@ -192,7 +197,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
         if (state is TrainerState.Finished && state.result.steps > 0) {
             val result = state.result
             val adapters = app.store.adapters(artifact)
-            name = "${live.plan.data.substringBeforeLast('.').take(40)} ${live.plan.id.removePrefix("run-")}"
+            name = "${live.plan.data.substringBeforeLast('.').replace('/', ' ').take(40)} ${live.plan.id.removePrefix("run-")}"
             // A process that was killed just here has saved it already: the run that goes on saves it again.
             if (adapters.list().any { it.name == name }) adapters.delete(name)
             adapters.addFrom(

@@ -26,7 +26,7 @@ class Store(private val root: File) {
     /** What the user typed; its name is also what the data screen calls it by. */
     val examples = ExampleFile(File(dataFolder, "my-examples.jsonl"))
 
-    /** Answers that the user judged on the try screen; the data screen shows them, and no run trains on them. */
+    /** Answers that the user judged on the try screen; the data screen shows them, and a run may learn from them. */
     val judged = JudgedFile(File(File(root, "judged"), "answers.jsonl"))
 
     fun models(): List<ArtifactInfo> = library.list()
@@ -38,7 +38,13 @@ class Store(private val root: File) {
     fun dataFiles(): List<File> = dataFolder.listFiles { file -> file.isFile && !file.name.startsWith(".") && file.length() > 0 }
         ?.sortedBy { it.name } ?: emptyList()
 
-    fun dataFile(name: String) = File(dataFolder, name)
+    /** What a run can learn from: the data files, and the judged answers if there are any. */
+    fun trainable(): List<File> = dataFiles() + listOf(judged.file).filter { it.length() > 0 }
+
+    /** What a plan calls a file of [trainable]; no data file has a slash in its name. */
+    fun nameOf(file: File): String = if (file == judged.file) JUDGED else file.name
+
+    fun dataFile(name: String) = if (name == JUDGED) judged.file else File(dataFolder, name)
 
     /** Lines of a file, without a table's header. */
     fun lines(file: File): Int = file.useLines { lines -> lines.count { it.isNotBlank() } } - if (RowReader.isTable(file.name)) 1 else 0
@@ -114,6 +120,7 @@ class Store(private val root: File) {
     }
 
     private companion object {
+        const val JUDGED = "judged/answers.jsonl"
         const val MAX_DATA_BYTES = 64 shl 20
     }
 }

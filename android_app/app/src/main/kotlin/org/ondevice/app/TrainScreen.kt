@@ -79,7 +79,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
 
     private fun setup(): View {
         val models = app.store.models().filter { it.manifest != null }
-        val data = app.store.dataFiles()
+        val data = app.store.trainable()
         val parts = arrayListOf<View>(ui.title(string(R.string.tab_train)))
         app.jobs.error(PLACE)?.let { parts += ui.problem(it) }
         if (models.isEmpty() || data.isEmpty()) {
@@ -88,9 +88,15 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             parts += ui.button(label, Tone.PRIMARY) { host.open(tab) }
             return ui.page(R.id.page_train, *parts.toTypedArray())
         }
-        val names = data.map { if (it == app.store.examples.file) string(R.string.own_examples) else it.name }
+        val names = data.map {
+            when (it) {
+                app.store.examples.file -> string(R.string.own_examples)
+                app.store.judged.file -> string(R.string.judged_answers)
+                else -> it.name
+            }
+        }
         val model = ui.spinner(R.id.model, models.map { it.name }, models.indexOfFirst { it.name == draft.getString("model") })
-        val file = ui.spinner(R.id.data, names, data.indexOfFirst { it.name == draft.getString("data") })
+        val file = ui.spinner(R.id.data, names, data.indexOfFirst { app.store.nameOf(it) == draft.getString("data") })
         val number = InputType.TYPE_CLASS_NUMBER
         val steps = ui.field(R.id.steps, R.string.steps, number).apply { setText(draft.getString("steps") ?: "200") }
         val chosen = models[model.selectedItemPosition.coerceAtLeast(0)]
@@ -104,7 +110,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             gap = 10,
         )
         parts += rules()
-        parts += ui.button(R.string.start, Tone.PRIMARY) { start(models, data.map { it.name }) }.apply { id = R.id.start }
+        parts += ui.button(R.string.start, Tone.PRIMARY) { start(models, data.map(app.store::nameOf)) }.apply { id = R.id.start }
         return ui.page(R.id.page_train, *parts.toTypedArray())
     }
 
@@ -129,7 +135,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         val model = root.findViewById<Spinner>(R.id.model).selectedItem
         val index = root.findViewById<Spinner>(R.id.data).selectedItemPosition
         draft.putString("model", model?.toString())
-        draft.putString("data", app.store.dataFiles().getOrNull(index)?.name)
+        draft.putString("data", app.store.trainable().getOrNull(index)?.let(app.store::nameOf))
         for ((key, id) in listOf("heat" to R.id.heat, "battery" to R.id.battery)) draft.putInt(key, root.findViewById<Spinner>(id).selectedItemPosition)
         for ((key, id) in listOf("start_from" to R.id.start_from, "charging" to R.id.charging)) {
             draft.putBoolean(key, root.findViewById<android.widget.Switch>(id).isChecked)

@@ -78,7 +78,8 @@ abstract class AppTest {
 
     /** Start a run as the train screen does, with the service that belongs to it. */
     protected fun begin(steps: Int, rules: Rules = Rules(), id: String = Runs.newId()) {
-        app.runs.begin(RunPlan(id, app.store.models()[0].name, app.store.dataFiles()[0].name, steps, 0.01, rules))
+        val data = app.store.nameOf(app.store.trainable()[0])
+        app.runs.begin(RunPlan(id, app.store.models()[0].name, data, steps, 0.01, rules))
         service()
     }
 

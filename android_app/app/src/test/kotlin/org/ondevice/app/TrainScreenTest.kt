@@ -10,6 +10,8 @@ import org.junit.Assert.assertNotNull
 import org.junit.Assert.assertNull
 import org.junit.Assert.assertTrue
 import org.junit.Test
+import org.ondevice.core.EventLog
+import org.ondevice.core.JudgedAnswer
 import org.ondevice.core.Rules
 import org.ondevice.core.Thermal
 import org.ondevice.core.TrainerState
@@ -132,6 +134,26 @@ class TrainScreenTest : AppTest() {
         open(0)
         untilSaid("mesp", Words.bytes(app, artifact.mappedBytes))
         shot("models-blocks")
+    }
+
+    /** Answers that were judged are data of a run: its log has the objective's figures, and an adapter comes out. */
+    @Test
+    fun learnsFromJudgedAnswers() {
+        importModel("exact", java.io.File(fixtures, "writer"))
+        app.openProgram = { org.ondevice.core.PipeProgram(it.folder, property("ondevice.python"), java.io.File(property("ondevice.root")).canonicalFile) }
+        for (number in 0 until 22) app.store.judged.put(JudgedAnswer("What of $number?", if (number % 2 == 0) "warm" else "dull", number % 2 == 0))
+        open(2)
+        untilSaid("Answers that you judged")
+        begin(3)
+        until("the end", 240) { live!!.isOver }
+        untilSaid("Done: 3 steps.", "held-out rows")
+        assertTrue(live!!.savedAdapter!!.startsWith("judged answers"))
+        val log = EventLog.read(File(live!!.folder, EventLog.FILE_NAME)).entries
+        val steps = log.filter { it.kind == "step" }
+        assertTrue(steps.size == 3 && steps.all { "kl" in it.values["preferences"] as Map<*, *> })
+        val artifact = app.store.models()[0].artifact!!
+        val first = artifact.first(artifact.manifest.spec.adapter).floats()
+        assertFalse("the adapter is where it began", app.store.adapters(artifact).activeVector().contentEquals(first))
     }
 
     /** From Android 14 on nobody tells of memory: what is available is asked for. */

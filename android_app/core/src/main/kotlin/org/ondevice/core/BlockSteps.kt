@@ -35,21 +35,24 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         width = hidden.shape[1]
         val rows = tileRows(spec)
         tiles = (0 until info.vocab step rows).map { Tile(minOf(it, info.vocab - rows), it) }
-        for (port in spec.methods.values.flatMap { it.inputs }.filter { it.role == Role.FROZEN }.distinct()) {
-            for (layer in if (LAYER in port.name) 0 until layers else 0..0) weights.check(port, nameOf(port, layer))
+        val ports = spec.methods.flatMap { (name, method) -> method.inputs.filter { it.role == Role.FROZEN }.map { it to info.layersOf(name) } }
+        for ((port, own) in ports.distinct()) {
+            for (layer in if (LAYER in port.name) own else listOf(0)) weights.check(port, nameOf(port, layer))
         }
     }
 
-    override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>): Stepped {
+    override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>, weigh: Weigh?): Stepped {
         val size = size(manifest.batchSize, batch.rows, batch.lengthTokens)
         val inputs = ArrayList<Tensor>()
         val last = forward(state, batch.ids, size, inputs)
         val scale = scalars[Key(Role.LOSS_SCALE)]?.floats()?.get(0)
-        val head = head(last.floats(), batch, gradient = true, scale ?: 1f)
-        val loss = Means.sum(head.nll).toDouble() / maxOf(1L, head.tokens.sum())
-        if (!loss.isFinite() || !isFinite(head.gradient!!)) throw notFinite("the loss is not finite", "$loss")
+        val head = head(last.floats(), batch)
+        val weighed = (weigh ?: { nll -> mean(nll, head.tokens) })(head.nll)
+        val loss = weighed.loss
+        val first = gradient(last.floats(), head, weighed.weights, batch.lengthTokens, scale ?: 1f)
+        if (!loss.isFinite() || !isFinite(first)) throw notFinite("the loss is not finite", "$loss")
         val next = spec.state.associate { it.name to FloatArray(it.shape[0]) }
-        var gradient = vector(head.gradient)
+        var gradient = vector(first)
         for (layer in layers - 1 downTo 0) {
             val given = scalars + mapOf(Key(Role.HIDDEN) to inputs.removeAt(layer), Key(Role.GRADIENT) to gradient)
             val outputs = block("$BACKWARD$size${info.endOfName(layer)}", given, state, layer)
@@ -61,17 +64,17 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
                         throw notFinite("the gradient of layer $layer is not finite", scale?.let { "loss scale $it" } ?: "values in its $name that are no numbers")
                     }
                     val warning = "the gradient of layer $layer is not finite; nothing was updated; the loss scale is now ${scale / 2}"
-                    return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0), warning), null)
+                    return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0), warning, weighed.figures), null)
                 }
                 range.copyInto(values, layer * range.size)
             }
         }
-        return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0)), next.mapValues { vector(it.value) })
+        return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0), figures = weighed.figures), next.mapValues { vector(it.value) })
     }
 
     override fun evaluate(state: State, batch: Batch, scalars: Map<Key, Tensor>): RowLosses {
         val last = forward(state, batch.ids, size(manifest.evalBatchSize, batch.rows, batch.lengthTokens), null)
-        return head(last.floats(), batch, gradient = false, 1f).let { RowLosses(it.nll, it.tokens) }
+        return head(last.floats(), batch).let { RowLosses(it.nll, it.tokens) }
     }
 
     override val nextTokenColumns: Int get() = manifest.longestTokens
@@ -113,42 +116,59 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         return hidden
     }
 
-    private class Head(val nll: FloatArray, val tokens: LongArray, val gradient: FloatArray?)
+    /** The mean over all labelled tokens. */
+    private fun mean(nll: FloatArray, tokens: LongArray): Weighed {
+        val count = maxOf(1L, tokens.sum())
+        return Weighed(Means.sum(nll).toDouble() / count, DoubleArray(nll.size) { 1.0 / count })
+    }
+
+    /** Positions that went through the head together, with what their gradient needs: hidden states, targets, sums over all tiles. */
+    private class Part(val places: List<Int>, val given: MutableMap<Key, Tensor>)
+
+    private class Head(val nll: FloatArray, val tokens: LongArray, val parts: List<Part>)
 
     /**
-     * Each row's summed negative log likelihood and labelled tokens, and [scale] times the mean loss's gradient of [x]
-     * [N, D].
+     * Each row's summed negative log likelihood and labelled tokens.
      *
      * Only positions with a label go through the head, [headRows] at a time; the last of them are filled up with rows of
      * weight 0.
      */
-    private fun head(x: FloatArray, batch: Batch, gradient: Boolean, scale: Float): Head {
+    private fun head(x: FloatArray, batch: Batch): Head {
         val length = batch.lengthTokens
         val places = (0 until batch.rows * length).filter { it % length < length - 1 && batch.labels[it + 1] != IGNORE.toLong() }
         val nll = FloatArray(batch.rows)
         val tokens = LongArray(batch.rows)
         for (place in places) tokens[place / length]++
-        val g = if (gradient) FloatArray(x.size) else null
-        for (part in places.chunked(headRows)) {
+        val parts = places.chunked(headRows).map { part ->
             val hidden = FloatArray(headRows * width)
             for ((row, place) in part.withIndex()) x.copyInto(hidden, row * width, place * width, (place + 1) * width)
             val given = mutableMapOf(
                 Key(Role.HIDDEN) to vector(hidden),
                 Key(Role.TARGETS) to Tensor.of(LongArray(headRows) { if (it < part.size) batch.labels[part[it] + 1] else -1L }, headRows.toLong()),
-                Key(Role.TOKEN_SCALE) to vector(FloatArray(headRows) { if (it < part.size) (scale.toDouble() / places.size).toFloat() else 0f }),
             )
             val sums = SUMS.associateWith { name -> vector(FloatArray(headRows) { if (name == SUMS[0]) LOWEST else 0f }) }
             for ((name, tensor) in sums) given[Key(Role.TILE_SUMS, name)] = tensor
             for (tile in tiles) given.putAll(tile(HEAD_SUMS, given, tile))
             val (maximum, total, wanted) = SUMS.map { given.getValue(Key(Role.TILE_SUMS, it)).floats() }
             for ((row, place) in part.withIndex()) nll[place / length] += maximum[row] + ln(total[row].toDouble()).toFloat() - wanted[row]
-            if (g == null) continue
+            Part(part, given)
+        }
+        return Head(nll, tokens, parts)
+    }
+
+    /** [scale] times the gradient of [x] [N, D] of the rows' negative log likelihoods times their [weights]. */
+    private fun gradient(x: FloatArray, head: Head, weights: DoubleArray, length: Int, scale: Float): FloatArray {
+        val gradient = FloatArray(x.size)
+        for (part in head.parts) {
+            val given = part.given
+            val scales = FloatArray(headRows) { if (it < part.places.size) (scale.toDouble() * weights[part.places[it] / length]).toFloat() else 0f }
+            given[Key(Role.TOKEN_SCALE)] = vector(scales)
             given[Key(Role.GRADIENT)] = vector(FloatArray(headRows * width))
             for (tile in tiles) given.putAll(tile(HEAD_GRADIENT, given, tile))
             val found = given.getValue(Key(Role.GRADIENT)).floats()
-            for ((row, place) in part.withIndex()) found.copyInto(g, place * width, row * width, (row + 1) * width)
+            for ((row, place) in part.places.withIndex()) found.copyInto(gradient, place * width, row * width, (row + 1) * width)
         }
-        return Head(nll, tokens, g)
+        return gradient
     }
 
     private fun tile(name: String, given: Map<Key, Tensor>, tile: Tile): Map<Key, Tensor> {

@@ -25,6 +25,7 @@ class Example(val ids: IntArray, val labels: IntArray) {
  * @property line line of the data file, from 1.
  * @property promptTokens tokens before the answer: what a model continues when it answers.
  * @property droppedTokens tokens cut from the front of the prompt to fit.
+ * @property liked of a rated answer, whether it was liked; null for other rows.
  */
 class Item(
     val example: Example,
@@ -34,6 +35,7 @@ class Item(
     val line: Int = 0,
     val promptTokens: Int = 0,
     val droppedTokens: Int = 0,
+    val liked: Boolean? = null,
 )
 
 /** Encoded rows, every row left out by the reader and the encoder, and what framed the prompts. */

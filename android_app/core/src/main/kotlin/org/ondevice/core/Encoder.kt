@@ -40,7 +40,7 @@ class Encoder(
         var tooLong = 0
         for (row in rows.items) {
             try {
-                if (rows.format == Format.TEXT) items.addAll(windows(row)) else items.add(item(row))
+                if (rows.format == Format.TEXT) items.addAll(windows(row)) else items.add(item(row, if (rows.format == Format.THUMBS) row.label == "up" else null))
             } catch (bad: BadRow) {
                 problems.add(RowProblem(rows.file, row.line, bad.field, bad.reason))
                 if (bad.lengthTokens > 0) tooLong++
@@ -56,7 +56,7 @@ class Encoder(
         return Dataset(items, problems, rows.format, limit, tooLong, if (chat != null) "chat template" else framed)
     }
 
-    private fun item(row: Row): Item = chat?.let { chatItem(row, it) } ?: pairItem(row)
+    private fun item(row: Row, liked: Boolean?): Item = chat?.let { chatItem(row, it, liked) } ?: pairItem(row, liked)
 
     private fun chatOf(rows: Rows): ChatTemplate? {
         val first = rows.items.firstOrNull() ?: return null
@@ -72,7 +72,7 @@ class Encoder(
         )
     }
 
-    private fun pairItem(row: Row): Item {
+    private fun pairItem(row: Row, liked: Boolean?): Item {
         val whole = row.pairs.map { (prompt, answer) -> tokenize(prompt + answer) }
         val shared = HashMap<String, IntArray>()
         for ((pair, ids) in row.pairs.zip(whole)) {
@@ -99,11 +99,11 @@ class Encoder(
         val candidates = if (row.gold == null) emptyList() else cut.map { (ids, start) -> Example.from(ids, start) }
         val (ids, start) = cut[row.gold ?: 0]
         val answers = if (row.gold == null) row.answers else row.pairs.map { Texts.strip(it.second) }
-        return Item(Example.from(ids, if (trainOnPrompt) 0 else start), candidates, row.gold, answers, row.line, start, dropped)
+        return Item(Example.from(ids, if (trainOnPrompt) 0 else start), candidates, row.gold, answers, row.line, start, dropped, liked)
     }
 
     /** Whole turns go, from the oldest after the system turn; the last exchange stays whole, or the row is left out. */
-    private fun chatItem(row: Row, template: ChatTemplate): Item {
+    private fun chatItem(row: Row, template: ChatTemplate, liked: Boolean?): Item {
         var turns = row.turns
         var chat = template.encode(tokenizer, turns)
         val full = chat.ids.size
@@ -123,7 +123,7 @@ class Encoder(
         }
         if (!trained.drop(1).any { it }) throw BadRow("messages", "no assistant turn has a token that can be trained on")
         val labels = IntArray(ids.size) { if (trainOnPrompt || trained[it]) ids[it] else IGNORE }
-        return Item(Example(ids, labels), line = row.line, promptTokens = start, droppedTokens = full - ids.size)
+        return Item(Example(ids, labels), line = row.line, promptTokens = start, droppedTokens = full - ids.size, liked = liked)
     }
 
     /** Plain text in windows of at most [limit] tokens; each begins with the last token of the one before. */

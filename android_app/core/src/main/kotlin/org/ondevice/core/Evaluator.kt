@@ -11,6 +11,7 @@ class Prediction(val line: Int, val loss: Double?, val gold: Int?, val predicted
  *
  * @property loss nats a token over all tokens of the right answers.
  * @property accuracy share of rows whose right candidate is the most likely; null without candidates.
+ * @property preferences rewards of liked and disliked answers, their margin and the KL; null for other rows.
  * @property majorityShare accuracy of always giving the most frequent answer.
  */
 class EvalResult(
@@ -21,6 +22,7 @@ class EvalResult(
     val tokens: Long,
     val secondsS: Double,
     val predictions: List<Prediction>,
+    val preferences: Map<String, Double>? = null,
 ) {
     /** For comparison, element by element, higher is better: accuracy first where there is one, then the loss. */
     val score: List<Double>
@@ -32,7 +34,16 @@ class EvalResult(
     internal fun figures(): Map<String, Any?> = linkedMapOf(
         "loss" to loss, "accuracy" to accuracy, "f1" to null, "exact_match" to null, "majority_share" to majorityShare,
         "rows" to rows, "tokens" to tokens, "seconds_s" to secondsS,
-    )
+    ) + (preferences?.let { mapOf("preferences" to it) } ?: emptyMap())
+}
+
+/** Judges an adapter by rows. */
+fun interface Judge {
+    /**
+     * @param flat the adapter to judge.
+     * @param shouldStop asked before every batch; the evaluation is given up with null if it says yes.
+     */
+    fun run(session: Session, flat: FloatArray, shouldStop: () -> Boolean): EvalResult?
 }
 
 /**
@@ -40,39 +51,43 @@ class EvalResult(
  * with the highest mean log likelihood a token is the answer. The program's batch is always filled; the last one
  * is padded with copies that are not counted.
  */
-class Evaluator(private val items: List<Item>, private val padId: Int) {
+class Evaluator(private val items: List<Item>, private val padId: Int) : Judge {
     init {
         if (items.isEmpty()) throw dataError("there are no rows to evaluate", "one row or more", "none", "choose data for evaluation")
     }
 
-    /**
-     * @param flat the adapter to judge; the session's unless given.
-     * @param shouldStop asked before every batch; the evaluation is given up with null if it says yes.
-     */
-    fun run(session: Session, flat: FloatArray = session.adapter, shouldStop: () -> Boolean = { false }): EvalResult? {
-        val started = System.nanoTime()
+    /** Judge the session's own adapter, or [flat]. */
+    fun run(session: Session, flat: FloatArray = session.adapter): EvalResult? = run(session, flat) { false }
+
+    /** Summed negative log likelihood, nats, and labelled tokens of an example. */
+    internal class Total(val nll: Double, val tokens: Long)
+
+    /** Totals by row and candidate, -1 for a right answer that is not one of them; null if stopped. */
+    internal fun totals(session: Session, flat: FloatArray, shouldStop: () -> Boolean): Map<Pair<Int, Int>, Total>? {
         val jobs = items.flatMapIndexed { index, item -> slots(item).map { (slot, example) -> Job(index, slot, example) } }
             .sortedByDescending { it.example.size }
-        val nll = HashMap<Pair<Int, Int>, Double>()
-        val counts = HashMap<Pair<Int, Int>, Long>()
+        val totals = HashMap<Pair<Int, Int>, Total>()
         val size = session.manifest.evalBatchSize
         for (part in jobs.chunked(size)) {
             if (shouldStop()) return null
             val losses = session.evaluate(batch(session.manifest, part, size), flat)
-            for ((row, job) in part.withIndex()) {
-                nll[job.item to job.slot] = losses.nll[row].toDouble()
-                counts[job.item to job.slot] = losses.tokens[row]
-            }
+            for ((row, job) in part.withIndex()) totals[job.item to job.slot] = Total(losses.nll[row].toDouble(), losses.tokens[row])
         }
+        return totals
+    }
+
+    override fun run(session: Session, flat: FloatArray, shouldStop: () -> Boolean): EvalResult? {
+        val started = System.nanoTime()
+        val totals = totals(session, flat, shouldStop) ?: return null
         var goldNll = 0.0
         var goldTokens = 0L
         val predictions = items.mapIndexed { index, item ->
-            val key = index to (item.gold ?: -1)
-            val sum = nll.getValue(key)
-            val count = counts.getValue(key)
+            val right = totals.getValue(index to (item.gold ?: -1))
+            val sum = right.nll
+            val count = right.tokens
             goldNll += sum
             goldTokens += count
-            val scores = item.candidates.indices.map { score(nll.getValue(index to it), counts.getValue(index to it)) }
+            val scores = item.candidates.indices.map { slot -> totals.getValue(index to slot).let { score(it.nll, it.tokens) } }
             val predicted = scores.indices.maxByOrNull { scores[it] }
             Prediction(item.line, if (count > 0) sum / count else null, item.gold, predicted, scores)
         }

@@ -69,6 +69,7 @@ sealed class Event(val kind: String) {
         val tokensPerS: Double,
         val peakMemoryBytes: Long,
         val etaS: Double,
+        val preferences: Map<String, Double>? = null,
         override val timeS: Double = now(),
     ) : Event("step") {
         val stepsPerS: Double get() = if (stepTimeS > 0) 1 / stepTimeS else 0.0
@@ -76,7 +77,7 @@ sealed class Event(val kind: String) {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "losses" to losses, "projected_gradients" to projectedGradients,
             "learning_rate" to learningRate, "tokens" to tokens, "step_time_s" to stepTimeS, "tokens_per_s" to tokensPerS,
-            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null, "preferences" to null,
+            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null, "preferences" to preferences,
         )
     }
 
@@ -89,11 +90,12 @@ sealed class Event(val kind: String) {
         val rows: Int,
         val secondsS: Double,
         val best: Boolean,
+        val preferences: Map<String, Double>? = null,
         override val timeS: Double = now(),
     ) : Event("evaluate") {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "accuracy" to accuracy, "f1" to null, "exact_match" to null,
-            "majority_share" to majorityShare, "metric" to null, "metric_value" to null, "preferences" to null, "rows" to rows, "seconds_s" to secondsS, "best" to best,
+            "majority_share" to majorityShare, "metric" to null, "metric_value" to null, "preferences" to preferences, "rows" to rows, "seconds_s" to secondsS, "best" to best,
         )
     }
 

@@ -85,6 +85,12 @@ data class AdapterEntry(
  *   float16; null where nothing is scaled.
  */
 data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int, val kinds: List<Int> = emptyList(), val lossScale: Double? = null) {
+    /** The layers whose block has the method of that name: only these have its frozen ports. */
+    fun layersOf(method: String): List<Int> {
+        val kind = method.substringAfterLast('_', "").toIntOrNull() ?: 0
+        return (0 until layers).filter { kinds.isEmpty() || kinds[it] == kind }
+    }
+
     /** The end of the name of a function of that layer's block. */
     fun endOfName(layer: Int): String = kinds.getOrElse(layer) { 0 }.let { if (it == 0) "" else "_$it" }
 }

@@ -26,6 +26,22 @@ internal object Means {
         return total
     }
 
+    /** The mean of float64 values; their sum is taken as in the other. */
+    fun mean(values: DoubleArray): Double = sum(values, 0, values.size) / values.size
+
+    private fun sum(values: DoubleArray, from: Int, count: Int): Double {
+        if (count < 8) return (from until from + count).fold(-0.0) { total, index -> total + values[index] }
+        if (count > 128) {
+            val half = (count / 2) - (count / 2) % 8
+            return sum(values, from, half) + sum(values, from + half, count - half)
+        }
+        val lanes = DoubleArray(8) { values[from + it] }
+        val whole = count - count % 8
+        for (index in 8 until whole) lanes[index % 8] += values[from + index]
+        val total = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]))
+        return (from + whole until from + count).fold(total) { sum, index -> sum + values[index] }
+    }
+
     /** float32 sums as in [mean]. */
     fun sum(values: FloatArray): Float = sum(values, 0, values.size)
 }

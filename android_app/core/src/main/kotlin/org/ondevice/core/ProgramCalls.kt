@@ -17,8 +17,8 @@ internal class Stepped(val result: StepResult, val state: State?)
  * How steps come out of calls of a program's methods. The state is the caller's: a step that fails has changed nothing.
  */
 internal interface ProgramCalls {
-    /** One training step; [scalars] are its seed, learning rate, counters and constants. */
-    fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>): Stepped
+    /** One training step; [scalars] are its seed, learning rate, counters and constants. [weigh] is as in [Session.step]. */
+    fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>, weigh: Weigh?): Stepped
 
     /** Losses of the rows of a batch of [Manifest.evalBatchSize] rows. */
     fun evaluate(state: State, batch: Batch, scalars: Map<Key, Tensor>): RowLosses

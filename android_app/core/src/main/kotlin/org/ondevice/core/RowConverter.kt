@@ -30,6 +30,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         format == Format.INSTRUCT -> instructRow(line, record)
         format == Format.COMPLETION ->
             Row(line, listOf(text(record, "prompt", empty = true) to text(record, "completion")))
+        format == Format.THUMBS -> thumbsRow(line, record)
         format == Format.TEXT -> Row(line, listOf("" to text(record, "text")))
         format == Format.CLASSIFICATION -> classRow(line, record)
         else -> choiceRow(line, record)
@@ -86,6 +87,16 @@ internal class RowConverter(private val format: Format, private val task: Task?,
         val prompt = "$before### Instruction:\n$instruction$block\n\n### Response:\n"
         val turns = listOfNotNull(system?.let { Turn("system", it) }, Turn("user", asked), Turn("assistant", answer))
         return Row(line, listOf(prompt to answer), turns = turns)
+    }
+
+    /** An answer that was judged; a record of a task to answer has no verdict. */
+    private fun thumbsRow(line: Int, record: Map<*, *>): Row {
+        val verdict = record["liked"]
+        if (verdict !is Boolean) throw BadRow("liked", "expected true or false; received ${describe(verdict)}")
+        val prompt = text(record, "prompt")
+        val answer = text(record, "answer")
+        val turns = listOf(Turn("user", prompt), Turn("assistant", answer))
+        return Row(line, listOf("${prompt.trimEnd { Texts.isSpace(it) }}\n" to answer), turns = turns, label = if (verdict) "up" else "down")
     }
 
     private fun systemOf(record: Map<*, *>): String? {
@@ -164,6 +175,7 @@ internal class RowConverter(private val format: Format, private val task: Task?,
             Format.MULTIPLE_CHOICE to setOf("question", "prompt", "choices", "answer"),
             Format.QA to emptySet(),
             Format.REGRESSION to emptySet(),
+            Format.THUMBS to setOf("prompt", "answer", "liked"),
         )
 
         private fun keysOf(task: Task): Set<String> =

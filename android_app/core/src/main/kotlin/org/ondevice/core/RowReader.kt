@@ -16,6 +16,7 @@ import java.nio.charset.CharacterCodingException
  * | text            | text                                                                        |
  * | classification  | text or sentence, and label                                                 |
  * | multiple_choice | question or prompt, choices: [...], and answer                              |
+ * | thumbs          | prompt, answer, and liked: true or false                                    |
  * | a task          | task, prompt_fields: {...}, label; or the task's columns flat               |
  */
 object RowReader {
@@ -172,6 +173,7 @@ object RowReader {
 
     internal fun formatOf(keys: Set<*>): Format? = when {
         "messages" in keys -> Format.CHAT
+        "prompt" in keys && "answer" in keys && "liked" in keys -> Format.THUMBS
         "instruction" in keys && ("output" in keys || "response" in keys) -> Format.INSTRUCT
         "prompt" in keys && "response" in keys -> Format.INSTRUCT
         "prompt" in keys && "completion" in keys -> Format.COMPLETION

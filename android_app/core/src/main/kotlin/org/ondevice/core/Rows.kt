@@ -10,6 +10,7 @@ enum class Format(val formatName: String) {
     MULTIPLE_CHOICE("multiple_choice"),
     QA("qa"),
     REGRESSION("regression"),
+    THUMBS("thumbs"),
 }
 
 /** One row that was left out: [line] counts from 1; [field] is "" when the whole row is at fault. */

@@ -7,8 +7,17 @@ package org.ondevice.core
  * @property losses one for each forward copy; one number for a first-order step.
  * @property projectedGradients one for each random direction, nats per unit of perturbation; empty for a first-order step.
  * @property warning what a person should know of the step; null if nothing.
+ * @property figures of preferences; null for other rows.
  */
-class StepResult(val loss: Double, val losses: FloatArray, val projectedGradients: FloatArray, val warning: String? = null)
+class StepResult(
+    val loss: Double, val losses: FloatArray, val projectedGradients: FloatArray, val warning: String? = null, val figures: Map<String, Double>? = null,
+)
+
+/** What an objective makes of a step's rows: its loss, the weight of each row's negative log likelihood, and figures. */
+class Weighed(val loss: Double, val weights: DoubleArray, val figures: Map<String, Double>? = null)
+
+/** Summed negative log likelihoods of a step's rows to what an objective makes of them. */
+typealias Weigh = (FloatArray) -> Weighed
 
 /** Summed negative log likelihood (nats) and labelled tokens of each row of a batch. */
 class RowLosses(val nll: FloatArray, val tokens: LongArray)
@@ -92,8 +101,14 @@ class Session(val artifact: Artifact, val program: Program) {
     /** One whole training step; [step] counts from 0 and picks the noise. */
     fun step(batch: Batch, step: Int, learningRate: Double): StepResult = step(batch, step.toLong(), learningRate)
 
-    fun step(batch: Batch, step: Long, learningRate: Double): StepResult {
-        val stepped = calls.step(state, batch, scalars(step, learningRate) { it.train })
+    /**
+     * The same on the sum of each row's weight times its negative log likelihood, if [weigh] is given: the gradient of every
+     * loss whose derivatives the weights are.
+     *
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: the program's steps are whole, and their rows cannot be weighed.
+     */
+    fun step(batch: Batch, step: Long, learningRate: Double, weigh: Weigh? = null): StepResult {
+        val stepped = calls.step(state, batch, scalars(step, learningRate) { it.train }, weigh)
         if (stepped.state == null) {
             lossScale = lossScale!! / 2
             return stepped.result

@@ -80,6 +80,7 @@ class TaskRecord private constructor(
             format == Format.MULTIPLE_CHOICE -> texts + ("answer" to 0L)
             format == Format.INSTRUCT -> texts.filterValues { it != "" } + ("output" to ANSWER)
             format == Format.CHAT -> mapOf("messages" to listOf(turn("user", texts["prompt"]), turn("assistant", ANSWER)))
+            format == Format.THUMBS -> texts + mapOf("answer" to ANSWER, "liked" to true)
             else -> texts + ("completion" to ANSWER)
         }
         val row = try {

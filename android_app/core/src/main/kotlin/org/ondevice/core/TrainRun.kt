@@ -9,7 +9,7 @@ internal class TrainRun(
     private val settings: TrainSettings,
     private val folder: File,
     private val meter: Meter,
-    private val evaluator: Evaluator?,
+    private val evaluator: Judge?,
     private val control: Trainer.Control,
 ) {
     private val manifest = session.manifest
@@ -21,6 +21,9 @@ internal class TrainRun(
     private val evaluated = HashSet<Int>()
     private var log: EventLog? = null
     private var saved = -1
+
+    /** The adapter that the run starts from. */
+    private val first = if (data.startAdapterSha256 == null) session.artifact.first(manifest.spec.adapter).floats() else session.adapter.copyOf()
     private var before: EvalResult? = null
     private var evaluation: EvalResult? = null
 
@@ -30,6 +33,7 @@ internal class TrainRun(
 
     fun run(mode: StartMode): RunResult {
         open(mode)
+        if (!compare(mode)) return end()
         if (done == 0 && settings.evaluateBefore) before = evaluate()?.first
         if (done > 0) evaluateAndSave(save = false)
         while (done < settings.steps) {
@@ -89,13 +93,26 @@ internal class TrainRun(
         warnings.forEach { write(Event.Warning(it, done)) }
     }
 
+    /** Learn what judged answers are compared with: the model before the first step. False if stopped before that. */
+    private fun compare(mode: StartMode): Boolean {
+        val rated = data.rated.ifEmpty { return true }
+        rated[0].check()
+        val rows = Storage.sha256(rated.flatMap { it.items }.joinToString("\n") { it.example.ids.joinToString(" ") + it.liked }.toByteArray())
+        val named = mapOf("model" to manifest.modelSha256, "start" to (data.startAdapterSha256 ?: "none"), "rows" to rows)
+        control.running(done, "preparing")
+        return RatedAnswers.begin(rated, session, first, folder, named, mode == StartMode.RESUME) {
+            if (holdWhilePaused()) control.running(done, "preparing")
+            control.stopping != null
+        }
+    }
+
     private fun step() {
         val step = done
         control.running(step, "training")
         val batch = data.batches.at(step)
         val rate = schedule.at(step)
         val started = System.nanoTime()
-        val result = session.step(batch, step, rate)
+        val result = data.rated.firstOrNull()?.step(session, data.batches.rowsAt(step), batch, step, rate) ?: session.step(batch, step, rate)
         val seconds = maxOf((System.nanoTime() - started) / 1e9, 1e-9)
         checkFinite("loss", result.loss, step, rate)
         result.projectedGradients.forEach { checkFinite("projected gradient", it.toDouble(), step, rate) }
@@ -104,7 +121,7 @@ internal class TrainRun(
         write(
             Event.Step(
                 step, result.loss, result.losses.asList(), result.projectedGradients.asList(), rate, tokens, seconds,
-                tokens / seconds, peak, history.etaS(seconds, settings.steps - step - 1),
+                tokens / seconds, peak, history.etaS(seconds, settings.steps - step - 1), result.figures,
             ),
         )
         result.warning?.let { write(Event.Warning(it, step)) }
@@ -138,13 +155,13 @@ internal class TrainRun(
     private fun evaluate(): Pair<EvalResult, Boolean>? {
         if (evaluator == null || done in evaluated) return null
         control.running(done, "evaluating")
-        val result = evaluator.run(session) {
+        val result = evaluator.run(session, session.adapter) {
             if (holdWhilePaused()) control.running(done, "evaluating")
             control.stopping != null
         } ?: return null
         val known = checkpoints.best()
         val best = done > 0 && (known == null || Checkpoints.compareScores(result.score, known.first) > 0)
-        write(Event.Evaluate(done, result.loss, result.accuracy, result.majorityShare, result.rows, result.secondsS, best))
+        write(Event.Evaluate(done, result.loss, result.accuracy, result.majorityShare, result.rows, result.secondsS, best, result.preferences))
         evaluated.add(done)
         return result to best
     }
@@ -227,6 +244,7 @@ internal class TrainRun(
         )
         if (settings.schedule != ScheduleKind.CONSTANT || settings.warmupSteps > 0) found["steps"] = settings.steps
         data.startAdapterSha256?.let { found["adapter"] = it }
+        data.rated.firstOrNull()?.let { found += it.objective.identity() }
         return found
     }
 

@@ -21,8 +21,12 @@ enum class StartMode {
  * @property name of the file, for the log.
  * @property startAdapterSha256 of the weights of the adapter that the session holds and the run starts from; null
  *   starts from the artifact's own first values, whatever the session holds.
+ * @property rated the judged answers that it learns from, in the order of [batches], and then those that are kept back, if there
+ *   are such; empty for rows without a verdict.
  */
-class TrainData(val batches: Batches, val sha256: String, val name: String, val startAdapterSha256: String? = null)
+class TrainData(
+    val batches: Batches, val sha256: String, val name: String, val startAdapterSha256: String? = null, val rated: List<RatedAnswers> = emptyList(),
+)
 
 /**
  * Fine-tunes: the state machine around [TrainRun]'s loop. A resumed run gives the bits of one that was never
@@ -45,7 +49,7 @@ class Trainer(
     private val meter: Meter,
     private val health: HealthSource = HealthSource { Health() },
     rules: Rules = Rules(),
-    private val evaluator: Evaluator? = null,
+    private val evaluator: Judge? = null,
     private val listener: TrainerListener = object : TrainerListener {},
     private val pollMs: Long = 1000,
 ) {

@@ -5,7 +5,12 @@ internal class WholeSteps(private val manifest: Manifest, program: Program) : Pr
     private val spec = manifest.spec
     private val methods = Methods(spec, program)
 
-    override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>): Stepped {
+    override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>, weigh: Weigh?): Stepped {
+        if (weigh != null) {
+            throw artifactError(
+                "this model cannot learn from judged answers", "a program of mesp", manifest.method.name, "export it again with --method mesp",
+            )
+        }
         val outputs = call(method(TRAIN_STEP, manifest.batchSize, batch), tokens(batch.repeated(spec.batchCopies)) + scalars, state)
         val next = outputs.filterKeys { it.role == Role.STATE }.mapKeys { it.key.name }
         val losses = outputs.getValue(Key(Role.LOSSES)).floats()

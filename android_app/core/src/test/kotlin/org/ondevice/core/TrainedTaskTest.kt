@@ -130,7 +130,8 @@ class TrainedTaskTest {
     fun aDamagedRecordIsRefused() {
         val good = """{"version": 1, "format": "classification", "labels": {"a": "a", "b": "b"}}"""
         assertEquals(2, TaskRecord.parse(good, "f")!!.answers.size)
-        assertNull(TaskRecord.parse(good.replace("classification", "thumbs"), "f"))
+        assertNull(TaskRecord.parse(good.replace("classification", "preference"), "f"))
+        assertEquals(listOf("prompt"), TaskRecord.parse(good.replace("classification", "thumbs"), "f")!!.fields.map { it.name })
         for (change in listOf("\"version\": 1" to "\"version\": 2", "\"a\": \"a\"" to "\"a\": 3", "\"labels\"" to "\"other\"", "{\"version\"" to "{\"template\": \"prompt: {a}\", \"version\"")) {
             val error = assertThrows(OndeviceException::class.java, { TaskRecord.parse(good.replace(change.first, change.second), "f") }, "$change")
             assertEquals(ErrorKind.ARTIFACT, error.kind)

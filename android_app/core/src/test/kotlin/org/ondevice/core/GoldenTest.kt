@@ -1,0 +1,41 @@
+package org.ondevice.core
+
+import org.junit.jupiter.api.Assertions.assertEquals
+import org.junit.jupiter.api.Assertions.assertTrue
+import org.junit.jupiter.api.Test
+import java.io.File
+import kotlin.math.sqrt
+
+/** A step of a real block program has the golden gradients, which a script in float64 wrote without this project's code. */
+class GoldenTest {
+    private val folder = File(Fixtures.folder, "golden")
+    private val case = Fixtures.json("golden/case.json") as Map<*, *>
+    private val vectors = Safetensors.read(File(folder, "case.safetensors")).tensors
+
+    private fun longs(name: String): LongArray = (case[name] as List<*>).map { it as Long }.toLongArray()
+
+    @Test
+    fun aStepHasTheGoldenGradients() = PipeProgram(File(folder, "program"), Fixtures.python, Fixtures.root).use { program ->
+        val session = Session(Artifact.open(File(folder, "program")), program)
+        session.load(session.state() + ("adapter" to vectors.getValue("adapter")))
+        val batch = Batch((case["rows"] as Long).toInt(), (case["tokens"] as Long).toInt(), longs("ids"), longs("labels"))
+        val result = session.step(batch, 0, 0.0)
+        val loss = case["loss"] as Double
+        assertEquals(loss, result.loss, 3e-6 * loss)
+        // AdamW's first moment after one step from zero is a tenth of the gradient.
+        val moment = session.state().getValue("exp_avg").floats!!
+        val golden = vectors.getValue("gradient").floats!!
+        val tensors = case["tensors"] as List<*>
+        assertTrue(tensors.size > 20)
+        for (tensor in tensors.map { it as Map<*, *> }) {
+            val start = (tensor["start"] as Long).toInt()
+            var squares = 0.0
+            for (index in start until start + (tensor["size"] as Long).toInt()) {
+                val difference = moment[index] / 0.1 - golden[index]
+                squares += difference * difference
+            }
+            val error = sqrt(squares)
+            assertTrue(error <= tensor["limit"] as Double, "${tensor["name"]}: an error of $error, expected at most ${tensor["limit"]}")
+        }
+    }
+}

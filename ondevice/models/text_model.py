@@ -1,0 +1,116 @@
+"""The language model of a checkpoint that also reads images or sound, as a model of its own.
+
+Programs that only know models of text read this one. Its weights are the checkpoint's own memory,
+and its names are those of a text model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import ModelError
+from ondevice.core.session import Adapter
+from ondevice.models.families.base import Family, UnknownTrait, dims_of, quiet_transformers
+from ondevice.models.families.towers import language_model, text_fields, tower_types
+from ondevice.models.load import read_dims, wrap
+from ondevice.models.registry import family_classes, family_for
+from ondevice.models.sources.resolve import config_of
+
+if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
+    from ondevice.models.load import LoadedModel
+
+SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Language models that compute what a family does, as long as they read only text: their three
+positions of a token are then one."""
+_TOWER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?(?=layers\.)")
+
+
+def text_dims(source: str, revision: str | None = None) -> tuple[ModelDims, type[Family]]:
+    """Return sizes and family of a model, or of its language model if that is known here.
+
+    Raises:
+        ModelError: as `read_dims`.
+    """
+    dims = read_dims(source, revision)
+    if dims.family not in tower_types():
+        return dims, family_for(dims.family, source)
+    values, where = config_of(source, revision)
+    fields = _fields(values)
+    known = family_classes().get(str(fields["model_type"]))
+    if known is None:
+        return dims, family_for(dims.family, source)
+    try:
+        return dims_of(known, fields, where), known
+    except UnknownTrait:
+        return dims, family_for(dims.family, source)
+
+
+def text_model(loaded: LoadedModel) -> LoadedModel:
+    """Return the language model of a checkpoint as a model of text; others as they are.
+
+    Raises:
+        ModelError: its weights are not those of the family.
+    """
+    config: Any = loaded.model.config
+    fields = _fields(config.to_dict())
+    known = family_classes().get(str(fields["model_type"]))
+    if config.model_type not in tower_types() or known is None:
+        return loaded
+    try:
+        dims_of(known, fields, loaded.source.source)
+    except UnknownTrait:
+        return loaded
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tower = language_model(loaded.model)
+    head: Any = loaded.model.get_output_embeddings()
+    weights = {f"model.{name}": value for name, value in tower.state_dict().items()}
+    weights["lm_head.weight"] = head.weight
+    with quiet_transformers():
+        made = AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+        try:
+            model.load_state_dict(weights, strict=True, assign=True)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the language model of {loaded.source.source} is not a {known.model_type} model",
+                received=str(error).strip().splitlines()[0],
+            ) from None
+        model.model.rotary_emb = type(model.model.rotary_emb)(made)
+    for name, buffer in list(model.model.named_buffers()):
+        if buffer.is_meta:
+            owner, _, last = name.rpartition(".")
+            setattr(model.model.get_submodule(owner), last, tower.get_buffer(name))
+    if made.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.generation_config = loaded.model.generation_config
+    return wrap(model, loaded.tokenizer, known, loaded.source)
+
+
+def is_in_tower(adapter: Adapter) -> bool:
+    """Return True if an adapter has the names of a checkpoint that has several towers."""
+    return any(_TOWER.match(linear) for linear in adapter.linears)
+
+
+def with_text_names(adapter: Adapter) -> Adapter:
+    """Return an adapter of a checkpoint's language model under the names of a text model."""
+    tensors = {_TOWER.sub("model.", name): value for name, value in adapter.tensors.items()}
+    return replace(adapter, tensors=tensors)
+
+
+def _fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a language model's own configuration, as that of the family that computes the same."""
+    fields = text_fields(values)
+    kind = str(fields.get("model_type"))
+    if kind in SAME:
+        fields = {**fields, "model_type": SAME[kind]}
+        rope = dict(fields.get("rope_parameters") or {})
+        for name in ("mrope_section", "mrope_interleaved"):
+            rope.pop(name, None)
+        fields["rope_parameters"] = rope
+    return fields

@@ -1,0 +1,198 @@
+// The ops of block programs against golden.json; arguments are drawn as golden_blocks.py draws them.
+#pragma once
+
+#include "attention.h"
+#include "block_adam.h"
+#include "block_linear.h"
+#include "block_math.h"
+#include "head_step.h"
+
+namespace {
+
+constexpr float kScale = 0.5f, kEps = 1e-5f;
+
+// A matrix of streams 2 to 4, with its memory.
+struct DrawnMatrix {
+  std::vector<float> weight, scales;
+  std::vector<uint8_t> bytes;
+  std::vector<uint16_t> halves_, minima;
+  ondevice::Matrix matrix;
+
+  DrawnMatrix(const std::string& form, int64_t outputs, int64_t inputs) {
+    matrix = {ondevice::Matrix::kFloat, nullptr, nullptr, nullptr, nullptr, outputs, inputs};
+    if (form == "float") {
+      weight = normals(2, outputs * inputs);
+      matrix.data = weight.data();
+    } else if (form == "q4") {
+      bytes = some_bytes(2, outputs * inputs / 2);
+      halves_ = halves(3, 0x2800, outputs * inputs / ondevice::kQ4Group);
+      minima = halves(4, 0xB400, outputs * inputs / ondevice::kQ4Group);
+      matrix.kind = ondevice::Matrix::kQ4;
+      matrix.data = bytes.data();
+      matrix.halves = halves_.data();
+      matrix.minima = minima.data();
+    } else {
+      for (const uint8_t byte : some_bytes(2, outputs * inputs)) {
+        bytes.push_back(static_cast<uint8_t>((byte >> 1) - 64));
+      }
+      for (const uint16_t half : halves(3, 0x2800, outputs)) scales.push_back(ondevice::half_to_float(half));
+      matrix.kind = ondevice::Matrix::kInt8;
+      matrix.data = bytes.data();
+      matrix.scales = scales.data();
+    }
+  }
+};
+
+// Products of integers in every form that this processor has, which the environment does not choose.
+void check_integer_forms() {
+  const int64_t rows = 29, depth = 70, quads = (depth + 3) / 4;
+  const DrawnMatrix drawn("int8", ondevice::kColumns, depth);
+  std::vector<int8_t> panel(static_cast<size_t>(4 * quads * ondevice::kColumns));
+  int32_t totals[ondevice::kColumns];
+  ondevice::pack_integers(drawn.matrix, false, 0, ondevice::kColumns, 0, depth, panel.data(), totals);
+  auto u = some_bytes(1, rows * 4 * quads);
+  const auto* levels = static_cast<const int8_t*>(drawn.matrix.data);
+  int count;
+  const ondevice::IntegerForm* forms = ondevice::integer_forms(&count);
+  for (int i = 0; i < count; ++i) {
+    if (!forms[i].available()) continue;
+    std::vector<int32_t> sums(static_cast<size_t>(rows * ondevice::kColumns));
+    forms[i].tile(u.data(), 4 * quads, rows, panel.data(), quads, sums.data());
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t j = 0; j < ondevice::kColumns; ++j) {
+        int32_t expected = 0;
+        for (int64_t k = 0; k < depth; ++k) expected += u[row * 4 * quads + k] * levels[j * depth + k];
+        const int32_t received = sums[row * ondevice::kColumns + j] + forms[i].offset * totals[j];
+        if (expected == received) continue;
+        fail(1, std::string("products of integers in ") + forms[i].name + ": expected " +
+                    std::to_string(expected) + ", received " + std::to_string(received));
+      }
+    }
+    std::printf("integers: %s\n", forms[i].name);
+  }
+}
+
+std::vector<float> block_linear(const Record& record) {
+  const std::string& form = values(record, "form")[0];
+  const int64_t rows = integer(record, "rows"), rank = integer(record, "rank");
+  const int64_t inputs = integer(record, "inputs"), outputs = integer(record, "outputs");
+  const bool transposed = integer(record, "transposed") != 0;
+  const int64_t width = transposed ? inputs : outputs, length = transposed ? outputs : inputs;
+  const DrawnMatrix drawn(form, outputs, inputs);
+  const auto x = normals(1, rows * length), bias = normals(5, width), h = normals(6, rows * rank);
+  const auto b = normals(7, rank * width), into = normals(8, rows * width);
+  const ondevice::Added added{bias.data(), h.data(), b.data(), into.data(), rank, kScale};
+  std::vector<float> out(static_cast<size_t>(rows * width));
+  if (form == "integers") {
+    ondevice::block_linear_integers(x.data(), rows, drawn.matrix, transposed, added, out.data(), serial);
+  } else {
+    ondevice::block_linear(x.data(), rows, drawn.matrix, transposed, added, out.data(), serial);
+  }
+  return out;
+}
+
+std::vector<float> attention(const std::string& op, const Record& record) {
+  const ondevice::Heads heads{integer(record, "rows"),     integer(record, "tokens"), integer(record, "heads"),
+                              integer(record, "kv_heads"), integer(record, "width"),  kScale,
+                              integer(record, "window")};
+  const int64_t queries = heads.rows * heads.tokens * heads.heads * heads.width;
+  const int64_t keys = heads.rows * heads.tokens * heads.kv_heads * heads.width;
+  const uint64_t first = op == "attend" ? 1 : 2;
+  const auto g = normals(1, queries), q = normals(first, queries), k = normals(first + 1, keys);
+  const auto v = normals(first + 2, keys);
+  std::vector<float> out(static_cast<size_t>(op == "attend" ? queries : queries + 2 * keys));
+  if (op == "attend") {
+    ondevice::attend(q.data(), k.data(), v.data(), heads, out.data(), serial);
+  } else {
+    ondevice::attend_backward(g.data(), q.data(), k.data(), v.data(), heads, out.data(), out.data() + queries,
+                              out.data() + queries + keys, serial);
+  }
+  return out;
+}
+
+std::vector<float> head_step(const Record& record) {
+  const auto labels = integers(record, "labels");
+  const int64_t depth = integer(record, "depth"), rows = static_cast<int64_t>(labels.size());
+  const DrawnMatrix drawn(values(record, "form")[0], integer(record, "vocabulary"), depth);
+  const auto x = normals(1, rows * depth);
+  auto weights = normals(5, rows);
+  for (float& weight : weights) weight = std::fabs(weight);
+  std::vector<float> out(static_cast<size_t>(rows * (depth + 1)));
+  const int64_t bad = ondevice::head_step(x.data(), rows, drawn.matrix, false, labels.data(), weights.data(),
+                                          out.data(), serial);
+  if (bad >= 0) fail(1, "head_step refuses label " + std::to_string(bad));
+  return out;
+}
+
+std::vector<float> adam(int64_t width) {
+  const auto value = normals(1, width), gradient = normals(2, width), first = normals(3, width);
+  auto second = normals(4, width);
+  for (float& one : second) one = std::fabs(one);
+  std::vector<float> out(static_cast<size_t>(3 * width));
+  const ondevice::Adam settings{0.01f, 0.9f, 0.999f, 1e-8f, 0.1f, 3.0f};
+  ondevice::block_adam(value.data(), gradient.data(), first.data(), second.data(), width, settings, out.data(),
+                       serial);
+  return out;
+}
+
+std::vector<float> between(const std::string& op, const Record& record) {
+  const int64_t rows = integer(record, "rows"), width = integer(record, "width"), count = rows * width;
+  std::vector<float> out(static_cast<size_t>(count));
+  if (op == "swiglu") {
+    ondevice::swiglu(normals(1, count).data(), normals(2, count).data(), count, out.data(), serial);
+  } else if (op == "swiglu_gate") {
+    ondevice::swiglu_gate(normals(1, count).data(), normals(2, count).data(), normals(3, count).data(), count,
+                          out.data(), serial);
+  } else if (op == "rms_norm") {
+    ondevice::rms_norm(normals(1, count).data(), rows, width, normals(2, width).data(), kEps, out.data(), serial);
+  } else if (op == "rms_norm_backward") {
+    ondevice::rms_norm_backward(normals(1, count).data(), rows, width, normals(2, width).data(), kEps,
+                                normals(3, count).data(), normals(4, count).data(), out.data(), serial);
+  } else {
+    const int64_t rank = integer(record, "rank");
+    if (op == "narrow_linear") {
+      out.resize(static_cast<size_t>(rows * rank));
+      ondevice::narrow_linear(normals(1, count).data(), rows, width, normals(2, rank * width).data(), rank, kScale,
+                              out.data(), serial);
+    } else {
+      out.resize(static_cast<size_t>(rank * width));
+      ondevice::narrow_gradient(normals(1, rows * rank).data(), normals(2, count).data(), rows, rank, width, kScale,
+                                out.data(), serial);
+    }
+  }
+  return out;
+}
+
+std::vector<float> rotated(const Record& record) {
+  const int64_t rows = integer(record, "rows"), tokens = integer(record, "tokens"), heads = integer(record, "heads");
+  const int64_t width = integer(record, "width"), half = integer(record, "half");
+  std::vector<float> out(static_cast<size_t>(rows * tokens * heads * width));
+  ondevice::rotate(normals(1, rows * tokens * heads * width).data(), rows, tokens, heads, width,
+                   normals(2, tokens * half).data(), normals(3, tokens * half).data(), half, -1.0f, out.data(), serial);
+  return out;
+}
+
+// False for an op that is not of block programs.
+bool check_block_op(const std::string& op, const Record& record) {
+  std::vector<float> out;
+  if (op == "block_linear") {
+    out = block_linear(record);
+  } else if (op == "attend" || op == "attend_backward") {
+    out = attention(op, record);
+  } else if (op == "head_step") {
+    out = head_step(record);
+  } else if (op == "block_adam") {
+    out = adam(integer(record, "width"));
+  } else if (op == "rotate") {
+    out = rotated(record);
+  } else if (op == "swiglu" || op == "swiglu_gate" || op == "rms_norm" || op == "rms_norm_backward" ||
+             op == "narrow_linear" || op == "narrow_gradient") {
+    out = between(op, record);
+  } else {
+    return false;
+  }
+  compare(op, values(record, "out"), out, 1e-5, true);
+  return true;
+}
+
+}  // namespace

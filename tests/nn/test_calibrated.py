@@ -1,0 +1,163 @@
+"""Levels chosen on inputs: less error in a layer's outputs than the nearest levels, whatever the
+inputs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ondevice.models.load import tiny_model
+from ondevice.nn.calibrated import (
+    GROUP,
+    Grid,
+    _embedded,
+    _input_moments,
+    nearest_grid,
+    round_matrix,
+    round_model,
+)
+
+
+def correlated(tokens: int, inputs: int, seed: int = 0) -> Tensor:
+    """Inputs as a transformer has them: a few directions hold most of them, one input is large."""
+    random = torch.Generator().manual_seed(seed)
+    mix = torch.randn(inputs, inputs, generator=random)
+    x = torch.randn(tokens, inputs, generator=random) @ (
+        mix * torch.logspace(0, -2, inputs)[:, None]
+    )
+    x[:, 5] *= 20
+    return x
+
+
+def matrix(outputs: int, inputs: int, seed: int = 1) -> Tensor:
+    return 0.05 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+def nearest(weight: Tensor) -> Tensor:
+    grid = nearest_grid(weight)
+    return grid.dense(grid.levels(weight))
+
+
+def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
+    """Of the outputs, as a part of them, in float64."""
+    change = x.double() @ (rounded - weight).double().t()
+    return float(change.norm() / (x.double() @ weight.double().t()).norm())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 96), (1, 32), (64, 160)])
+def test_outputs_change_less_than_half_as_much_as_with_the_nearest_levels(outputs, inputs) -> None:
+    x = correlated(4 * inputs, inputs)
+    weight = matrix(outputs, inputs)
+    _, rounded = round_matrix(weight, x.t() @ x)
+    assert error(weight, rounded, x) < 0.5 * error(weight, nearest(weight), x)
+
+
+def test_other_inputs_of_the_same_kind_gain_too() -> None:
+    x = correlated(1024, 96)
+    weight = matrix(33, 96)
+    _, rounded = round_matrix(weight, x[:512].t() @ x[:512])
+    assert error(weight, rounded, x[512:]) < 0.6 * error(weight, nearest(weight), x[512:])
+
+
+def test_weights_lie_on_their_grid() -> None:
+    x = correlated(300, 96)
+    grid, rounded = round_matrix(matrix(33, 96), x.t() @ x)
+    assert grid.scales.dtype == grid.mins.dtype == torch.float16
+    assert grid.scales.shape == grid.mins.shape == (33, 96 // GROUP)
+    levels = grid.levels(rounded)
+    assert levels.dtype == torch.uint8 and int(levels.max()) <= 15
+    assert torch.equal(grid.dense(levels), rounded)
+
+
+def test_a_second_time_gives_the_same_bits() -> None:
+    x = correlated(200, 96)
+    results = [round_matrix(matrix(33, 96), x.t() @ x) for _ in range(2)]
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][0].scales, results[1][0].scales)
+
+
+def test_inputs_that_are_always_zero_keep_weights_near() -> None:
+    x = correlated(300, 96)
+    x[:, 40:72] = 0.0
+    weight = matrix(33, 96)
+    _, rounded = round_matrix(weight, x.t() @ x)
+    assert error(weight, rounded, x) < 0.5 * error(weight, nearest(weight), x)
+    spread = weight.unflatten(1, (-1, GROUP)).amax(-1) - weight.unflatten(1, (-1, GROUP)).amin(-1)
+    assert float((rounded - weight).abs().max()) < float(spread.max()) / 2
+
+
+def test_fewer_rows_than_inputs_are_enough() -> None:
+    x = correlated(7, 160)
+    weight = matrix(33, 160)
+    _, rounded = round_matrix(weight, x.t() @ x)
+    assert bool(rounded.isfinite().all())
+    assert error(weight, rounded, x) < 0.5 * error(weight, nearest(weight), x)
+
+
+def test_without_inputs_levels_are_near_their_weights() -> None:
+    weight = matrix(33, 96)
+    _, rounded = round_matrix(weight, torch.zeros(96, 96))
+    assert float((rounded - weight).norm()) <= float((nearest(weight) - weight).norm())
+
+
+def test_a_matrix_on_a_grid_stays_where_it_is() -> None:
+    weight = nearest(matrix(33, 96))
+    x = correlated(300, 96)
+    _, rounded = round_matrix(weight, x.t() @ x)
+    torch.testing.assert_close(rounded, weight, rtol=0, atol=1e-6)
+
+
+def test_equal_weights_have_their_value() -> None:
+    weight = torch.full((5, 64), 0.25)
+    weight[2] = 0.0
+    x = correlated(100, 64)
+    _, rounded = round_matrix(weight, x.t() @ x)
+    torch.testing.assert_close(rounded, weight, rtol=0, atol=1e-6)
+
+
+def test_a_model_s_hidden_states_are_nearer_to_float32_s() -> None:
+    rows = np.random.default_rng(0).integers(1, 250, (24, 12)).tolist()
+    rows[3] = rows[3][:5]
+    ids = torch.tensor(rows[:3])
+    loaded: Any = tiny_model("llama", seed=0)
+    with torch.no_grad():
+        wanted = loaded.family.hidden(ids)
+        grids = round_model(loaded.family, rows)
+        ours = loaded.family.hidden(ids)
+        plain: Any = tiny_model("llama", seed=0)
+        for name in grids:
+            parameter = plain.model.get_parameter(name)
+            parameter.data = nearest(parameter.data)
+        theirs = plain.family.hidden(ids)
+    assert set(grids) == {
+        f"{loaded.family.linear_name(layer, target)}.weight"
+        for layer in range(loaded.dims.layers)
+        for target in loaded.family.targets(layer)
+    }
+    assert float((ours - wanted).norm()) < 0.85 * float((theirs - wanted).norm())
+    for name, grid in grids.items():
+        assert isinstance(grid, Grid)
+        weight = loaded.model.get_parameter(name).detach()
+        assert torch.equal(grid.dense(grid.levels(weight)), weight)
+
+
+def test_padding_behind_a_short_row_does_not_count() -> None:
+    rows = [[5, 6, 7, 8], [9, 10]]
+    loaded: Any = tiny_model("llama", seed=0)
+
+    def moments(some: list[list[int]]) -> list[tuple[list[str], Tensor]]:
+        return _input_moments(loaded.family, 0, [_embedded(loaded.family, some)])
+
+    with torch.no_grad():
+        together = moments(rows)
+        apart = [moments([row]) for row in rows]
+    assert [targets for targets, _ in together] == [
+        ["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"],
+    ]  # fmt: skip
+    for number, (_, sums) in enumerate(together):
+        expected = sum(one[number][1] for one in apart)
+        torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-4)

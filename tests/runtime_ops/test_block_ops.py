@@ -1,0 +1,196 @@
+"""The ops of block programs through a lowered program in the ExecuTorch runtime, against float64, at odd
+sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ondevice.methods.mesp.frozen import Q4, Int8
+from ondevice.runtime_ops import block_ops, build, torch_ops
+
+exir = pytest.importorskip("executorch.exir")
+OPS = torch.ops.ondevice
+FORMS = ("float", "int8", "q4")
+
+
+class Calls(nn.Module):
+    """Calls (op, arguments); those that are tensors come in."""
+
+    def __init__(self, calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, *tensors):
+        given = iter(tensors)
+        return tuple(
+            getattr(OPS, op)(*(next(given) if torch.is_tensor(v) else v for v in arguments))
+            for op, arguments in self.calls
+        )
+
+
+def run(*calls):
+    """Results of all calls, by one program."""
+    torch_ops.register()
+    build.load_executorch_ops()
+    from executorch.runtime import Runtime
+
+    tensors = [v for _, arguments in calls for v in arguments if torch.is_tensor(v)]
+    program = torch.export.export(Calls(calls), tuple(tensors), strict=False)
+    lowered = exir.to_edge_transform_and_lower(program).to_executorch()
+    loaded = Runtime.get().load_program(lowered.buffer)
+    return [value.clone() for value in loaded.load_method("forward").execute(tensors)]
+
+
+def references(*calls):
+    """The same in float64 PyTorch."""
+    results = []
+    for op, arguments in calls:
+        wide = [
+            v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in arguments
+        ]
+        results.append(REFERENCES[op](*wide))
+    return results
+
+
+REFERENCES = {
+    "block_linear": block_ops._linear,
+    "narrow_linear": lambda x, a, scale: scale * x @ a.t(),
+    "narrow_gradient": lambda left, right, scale: scale * left.t() @ right,
+    "rms_norm": block_ops._norm,
+    "rms_norm_backward": block_ops._norm_backward,
+    "rotate": block_ops._rotate,
+    "swiglu": lambda gate, up: nn.functional.silu(gate) * up,
+    "swiglu_gate": block_ops._swiglu_gate,
+    "attend": block_ops._attend,
+    "attend_backward": block_ops._attend_backward,
+    "head_step": block_ops._head,
+    "block_adam": block_ops._adam,
+}
+
+
+def check(*calls, limit: float = 2e-6) -> None:
+    for (op, _), result, expected in zip(calls, run(*calls), references(*calls), strict=True):
+        error = (result.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+        assert error <= limit, f"{op}: relative error {error:.2e}"
+
+
+def matrix(form: str, outputs: int, inputs: int):
+    weight = torch.randn(outputs, inputs)
+    if form == "float":
+        return weight, None, None
+    packed = (Q4() if form == "q4" else Int8()).pack("w", weight)
+    return packed["w"], packed["w_scale"], packed.get("w_min")
+
+
+def linear(
+    form: str, rows: int, outputs: int, inputs: int, rank: int, transposed: bool, integers=False
+):
+    width, length = (inputs, outputs) if transposed else (outputs, inputs)
+    added = [None] * 4
+    if rank:
+        shapes = ((width,), (rows, rank), (rank, width), (rows, width))
+        added = [torch.randn(*shape) for shape in shapes]
+    x = torch.randn(rows, length)
+    return "block_linear", (x, *matrix(form, outputs, inputs), *added, 0.7, transposed, integers)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_with_frozen_matrices_match_float64(form, transposed):
+    torch.manual_seed(0)
+    sizes = [(1, 33, 64, 0), (13, 96, 32, 3), (130, 70, 576, 8), (29, 515, 96, 300)]
+    check(*(linear(form, *size, transposed) for size in sizes))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_integers_are_those_of_the_rounded_rows(transposed):
+    torch.manual_seed(0)
+    sizes = [(1, 33, 66, 0), (27, 35, 2053, 3), (130, 2050, 37, 8)]
+    # A level that float32 rounds to the other side of a half is one of 255.
+    check(*(linear("int8", *size, transposed, integers=True) for size in sizes), limit=3e-4)
+
+
+def test_a_row_that_is_not_finite_stays_so_in_products_of_integers():
+    torch.manual_seed(0)
+    op, (x, *rest) = linear("int8", 3, 33, 64, 0, False, integers=True)
+    x[1, 5] = float("inf")
+    x[2, 63] = float("nan")
+    (result,) = run((op, (x, *rest)))
+    assert result[0].isfinite().all() and result[1].isnan().all() and result[2].isnan().all()
+
+
+def test_what_lies_between_products_matches_float64():
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 37, 75)
+    weight = torch.randn(75)
+    check(
+        ("narrow_linear", (x, torch.randn(19, 75), 0.5)),
+        ("narrow_gradient", (torch.randn(37, 11), x, 0.5)),
+        ("rms_norm", (x, weight, 1e-5)),
+        ("rms_norm_backward", (x, weight, 1e-5, g, torch.randn(37, 75))),
+        ("rotate", (torch.randn(2, 9, 3, 11), torch.randn(9, 4), torch.randn(9, 4), -1.0)),
+        ("swiglu", (9 * x, g)),
+        ("swiglu_gate", (9 * x, g, torch.randn(37, 75))),
+        ("block_adam", (*torch.randn(3, 1001), torch.rand(1001), torch.tensor([4]), torch.tensor([0.1]),
+                        0.9, 0.999, 1e-8, 0.01)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_forward_and_backward_match_float64(window):
+    torch.manual_seed(0)
+    calls = []
+    for rows, tokens, heads, kv_heads, width in (
+        (2, 131, 4, 2, 20),
+        (1, 5, 3, 1, 64),
+        (1, 200, 2, 2, 33),
+    ):
+        q, g = torch.randn(2, rows, tokens, heads, width)
+        k, v = torch.randn(2, rows, tokens, kv_heads, width)
+        calls += [
+            ("attend", (q, k, v, 0.2, window)),
+            ("attend_backward", (g, q, k, v, 0.2, window)),
+        ]
+    check(*calls)
+
+
+def test_the_head_in_one_pass_matches_float64():
+    torch.manual_seed(0)
+    for form in ("float", "int8"):
+        weight, scales, _ = matrix(form, 1503, 40)
+        x = torch.randn(300, 40)
+        x[4] = 9 * x[4]  # near a probability of 1
+        labels = torch.randint(0, 1503, (300,))
+        labels[::3] = -1
+        labels[4] = (x[4] @ block_ops.dense(weight, scales, None).t()).argmax()
+        call = ("head_step", (x, weight, scales, labels, torch.rand(300), False))
+        check(call)
+        (result,) = run(call)
+        assert (result[::3] == 0).all()
+        (expected,) = references(call)
+        assert (result[4].double() - expected[4]).norm() <= 1e-4 * expected[4].norm()
+
+
+def test_the_head_in_integers_keeps_the_gradients_direction():
+    torch.manual_seed(0)
+    weight, scales, _ = matrix("int8", 1503, 64)
+    arguments = torch.randn(60, 64), weight, scales, torch.randint(0, 1503, (60,)), torch.rand(60)
+    (result,) = run(("head_step", (*arguments, True)))
+    (expected,) = references(("head_step", (*arguments, False)))
+    cosine = nn.functional.cosine_similarity(
+        result[:, 1:].double().flatten(), expected[:, 1:].flatten(), 0
+    )
+    assert cosine >= 0.999
+
+
+def test_a_label_outside_the_vocabulary_is_refused():
+    weight = torch.randn(7, 8)
+    with pytest.raises(RuntimeError):
+        run(
+            (
+                "head_step",
+                (torch.randn(2, 8), weight, None, torch.tensor([0, 7]), torch.ones(2), False),
+            )
+        )
