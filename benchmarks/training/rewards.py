@@ -1,6 +1,6 @@
 """Does a model learn a format from rewards alone? SmolLM2-135M, a number between tags, by `grpo`.
 
-    python -m benchmarks.training.rewards --device cuda --record
+    python -m benchmarks.training.rewards --device cuda --seeds 5 --processes 5 --record
     python -m benchmarks.training.rewards --rows gsm8k --answer-tokens 192 --device cuda
     OMP_NUM_THREADS=1 python -m benchmarks.training.rewards --steps 2 --prompts 2 --held-out 8
 
@@ -20,6 +20,9 @@ import random
 import re
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,7 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, "--model", "--data")
+    add_arguments(parser, "--model", "--data", "--processes")
     parser.add_argument("--rows", choices=sorted(REWARDS), default="sums")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="mesp")
@@ -197,11 +200,13 @@ def encoded(rows: list[dict[str, Any]], tokenizer: Any) -> Any:
 def main() -> None:
     """Measure; print the table."""
     args = parse_args(__doc__, arguments, repeats=1)
-    rows = [measure(args, seed) for seed in range(args.seeds)]
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        rows = list(pool.map(partial(measure, args), range(args.seeds)))
     notes = [
         f"{args.model}, {args.method}, {args.prompts} prompts a step with {args.answers} answers "
         f"of at most {args.answer_tokens} tokens at temperature 1, learning rate {args.rate:g}, "
-        f"beta {args.beta:g}, {args.held_out} held-out prompts."
+        f"beta {args.beta:g}, {args.held_out} held-out prompts. "
+        f"{args.processes} runs at a time, which share the device."
     ]
     title = "Rewards: a number between tags, or GSM8K's answer; SmolLM2-135M"
     finish("training/rewards", rows, args, COLUMNS, title=title, notes=notes)

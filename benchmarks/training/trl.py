@@ -2,16 +2,19 @@
 
     python -m benchmarks.training.trl --record
     python -m benchmarks.training.trl --objectives simpo --repeats 3
+    python -m benchmarks.training.trl --device cuda --shape Qwen2.5-1.5B --repeats 10 --record
 
 Each trains in a process of its own, a step of one and then of the other. TRL trains by its own
 `train()` with its defaults, so it recomputes blocks (gradient checkpointing). Its head's kernel for
 dpo needs a GPU: on a CPU its log likelihoods are computed in plain PyTorch; its trainer of simpo
-runs as it is. The likelihoods before training are computed before the first step by both.
+runs as it is. The likelihoods before training are computed before the first step by both. On a GPU
+both have the weights of `--shape`, random, in bfloat16; memory is what PyTorch allocated there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -36,10 +39,11 @@ COLUMNS = [
     {"key": "tokens", "title": "Tokens a step"},
     {"key": "step_s", "title": "Step (s)", "digits": 2},
     {"key": "cpu_s", "title": "CPU (s)", "digits": 2},
-    {"key": "peak_bytes", "title": "Peak of the process (MB)", "scale": 1e-6, "digits": 0},
+    {"key": "peak_bytes", "title": "Peak (MB)", "scale": 1e-6, "digits": 0},
     {"key": "above_bytes", "title": "above the loaded model (MB)", "scale": 1e-6, "digits": 0},
     {"key": "memory_of_trl", "title": "Peak, of TRL's", "digits": 2},
-    {"key": "time_of_trl", "title": "CPU, of TRL's", "digits": 2},
+    {"key": "above_of_trl", "title": "above the model, of TRL's", "digits": 2},
+    {"key": "time_of_trl", "title": "Time, of TRL's", "digits": 2},
 ]
 
 
@@ -48,6 +52,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objectives", nargs="+", default=["dpo", "simpo"])
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", help="of random weights, with the tokenizer of --model")
+
+
+def save_shape(args: argparse.Namespace, folder: str) -> None:
+    """Write random bfloat16 weights of `--shape`, and a tokenizer whose ids they have."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.offload.model import model_config
+    from ondevice.models import load_model
+
+    config = model_config(args.shape)[1]
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    load_model(args.model).tokenizer.save_pretrained(folder)
+    del model
+    gc.collect()
 
 
 def longest_pairs(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -55,6 +78,22 @@ def longest_pairs(args: argparse.Namespace) -> list[dict[str, str]]:
     made = pairs(args.data / "alpaca/train.jsonl", "short", 400)
     made.sort(key=lambda row: -len(row["rejected"]))
     return made[: args.rows]
+
+
+class GpuMemory:
+    """What PyTorch allocates on the GPU, in bytes; its peak is counted from here on."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def figures(self) -> dict[str, int]:
+        import torch
+
+        peak = torch.cuda.max_memory_allocated()
+        return {"peak_bytes": peak, "above_bytes": peak - self.before}
 
 
 class Memory:
@@ -79,14 +118,18 @@ class Memory:
 class Turns:
     """A worker's side of the steps: each waits for its turn, and sends its seconds."""
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe: Any, device: str) -> None:
+        self.pipe, self.device = pipe, device
 
     def begin(self) -> None:
         self.pipe.recv()
         self.began = time.perf_counter(), time.process_time()
 
     def end(self, tokens: int) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
         wall, cpu = self.began
         self.pipe.send((time.perf_counter() - wall, time.process_time() - cpu, tokens))
 
@@ -99,8 +142,8 @@ def ours(args: argparse.Namespace, name: str, turns: Turns) -> dict[str, int]:
     from ondevice.objectives import objective
     from ondevice.training.preferences import PreferenceBatches, Preferences
 
-    loaded = load_model(args.model)
-    memory = Memory()
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    memory = Memory() if args.device == "cpu" else GpuMemory()
     session: Any = open_session(loaded, method_config("mesp", LORA), 0)
     dataset = encoded(longest_pairs(args), loaded.tokenizer)
     learns = Preferences(objective(name), dataset, None, 0, {})
@@ -132,8 +175,9 @@ def theirs(args: argparse.Namespace, name: str, turns: Turns) -> dict[str, int]:
     tokenizer = loaded.tokenizer
     path = str(loaded.source.path)
     del loaded
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    memory = Memory()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype))
+    model.to(args.device)
+    memory = Memory() if args.device == "cpu" else GpuMemory()
     lora = LoraConfig(
         r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=list(LORA["target_modules"])
     )
@@ -159,8 +203,8 @@ def theirs(args: argparse.Namespace, name: str, turns: Turns) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {
             "output_dir": folder,
-            "use_cpu": True,
-            "bf16": False,
+            "use_cpu": args.device == "cpu",
+            "bf16": args.device == "cuda",
             "report_to": [],
             "save_strategy": "no",
             "disable_tqdm": True,
@@ -175,7 +219,8 @@ def theirs(args: argparse.Namespace, name: str, turns: Turns) -> dict[str, int]:
             config = CPOConfig(**common, loss_type="simpo", cpo_alpha=0.0, max_length=512)
             trainer: Any = CPOTrainer(get_peft_model(model, lora), args=config, **shared)
         else:
-            peer.trainer.utils._ChunkedLogProbFunction = PlainHead
+            if args.device == "cpu":
+                peer.trainer.utils._ChunkedLogProbFunction = PlainHead
             config = peer.DPOConfig(**common, precompute_ref_log_probs=True)
             trainer = peer.DPOTrainer(model, args=config, peft_config=lora, **shared)
         trainer.train()
@@ -201,7 +246,7 @@ def work(args: argparse.Namespace, system: str, name: str, pipe: Any) -> None:
 
     torch.set_num_threads(args.threads)
     run = {"ours": ours, "trl": theirs}[system]
-    pipe.send(run(args, name, Turns(pipe)))
+    pipe.send(run(args, name, Turns(pipe, args.device)))
 
 
 def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
@@ -211,6 +256,7 @@ def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     for system in SYSTEMS:
         pipes[system], end = context.Pipe()
         context.Process(target=work, args=(args, system, name, end), daemon=True).start()
+        end.close()  # so that a worker that fails ends the run
     times: dict[str, list[tuple[float, float, int]]] = {system: [] for system in SYSTEMS}
     for step in range(args.repeats + 1):
         for system in SYSTEMS[:: 1 if step % 2 else -1]:
@@ -225,20 +271,32 @@ def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
         rows.append({**row, "tokens": tokens[0] or None, **pipes[system].recv()})
     mine, peer = rows
     mine["memory_of_trl"] = mine["peak_bytes"] / peer["peak_bytes"]
-    mine["time_of_trl"] = median(mine["cpu_s"]) / median(peer["cpu_s"])
+    mine["above_of_trl"] = mine["above_bytes"] / peer["above_bytes"]
+    clock = "cpu_s" if args.device == "cpu" else "step_s"
+    mine["time_of_trl"] = median(mine[clock]) / median(peer[clock])
     return rows
 
 
 def main() -> None:
     """Measure; print the table."""
     args = parse_args(__doc__, arguments, repeats=4)
-    rows = [row for name in args.objectives for row in measure(args, name)]
+    args.dtype = "float32" if args.device == "cpu" else "bfloat16"
+    named = args.shape or args.model
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape:
+            save_shape(args, folder)
+            args.model = folder
+        rows = [row for name in args.objectives for row in measure(args, name)]
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     notes = [
-        f"{args.model}, float32, {args.rows} pairs a step, LoRA of rank {LORA['rank']} on all "
-        f"linear layers, {args.threads} thread; load of the machine after the run: {load}. TRL's "
-        "dpo computes its head in plain PyTorch, as its kernel needs a GPU."
+        f"{named}, {args.dtype}, {args.rows} pairs a step, LoRA of rank {LORA['rank']} on all "
+        f"linear layers, {args.threads} thread; load of the machine after the run: {load}."
     ]
+    if args.device == "cpu":
+        notes.append(
+            "Time is CPU seconds. TRL's dpo computes its head in plain PyTorch, as its kernel "
+            "needs a GPU."
+        )
     title = "A step on preference pairs: MeSP and TRL with peft"
     finish("training/trl", rows, args, COLUMNS, title=title, notes=notes)
 
