@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from ondevice.core.errors import MissingPackageError, StorageError
+from ondevice.core.process import cache_root
 
 SOURCES = Path(__file__).with_name("csrc")
 OPTIMISE = (
@@ -33,13 +34,6 @@ OPTIMISE = (
 CONTRACTION = {"generator.cpp": "-ffp-contract=off", "layer_adam.cpp": "-ffp-contract=off"}
 """The bits of the generator and of AdamW must not depend on fused multiply-adds; the other ops want
 them."""
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled libraries."""
-    if folder := os.environ.get("ONDEVICE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ondevice"
 
 
 def find_compiler() -> str:
@@ -176,7 +170,7 @@ def _build(
     compiler = find_compiler()
     machine = [] if portable else ["-march=native"]
     flags = [*OPTIMISE, *machine, *flags]
-    target = cache_folder() / f"lib{name}-{_key(compiler, flags, link, portable)}.so"
+    target = cache_root() / f"lib{name}-{_key(compiler, flags, link, portable)}.so"
     if target.exists():
         return target
     try:

@@ -27,6 +27,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from ondevice.server.openai import error_body, is_openai
 from ondevice.server.security import network_of
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,12 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._note()
 
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(HTTPStatus.BAD_REQUEST, "the request is not valid HTTP", "send it again")
+        else:
+            self.drop()
+
     def drop(self) -> None:
         """Close at once, without sending more."""
         self.server_state.leave(self)
@@ -148,6 +155,9 @@ class Connection(H11Protocol):
             "received": None,
             "hint": hint,
         }
+        # The path of a request without a head is not known; OpenAI's form is read by every client.
+        if self._phase is not h11.SEND_BODY or is_openai(self.scope["path"]):
+            values = error_body(status, values)
         body = json.dumps(values).encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

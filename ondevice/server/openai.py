@@ -30,7 +30,8 @@ class RefusalResponse(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": RefusalResponse, "description": "Refused, in OpenAI's format."}
+    "4XX": {"model": RefusalResponse, "description": "Refused, in OpenAI's format."},
+    "507": {"model": RefusalResponse, "description": "Not enough space on the disk."},
 }
 """The responses of all paths in OpenAI's format."""
 PATHS = (

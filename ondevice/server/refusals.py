@@ -56,6 +56,7 @@ STATUS: dict[type[OndeviceError], int] = {
 }
 """HTTP status of each error; 400 for all others. Each message says what to try."""
 MESSAGES = {
+    400: "the body cannot be read: JSON has to be in UTF-8, and not deeply nested",
     404: "no such path",
     405: "this method is not allowed here",
     413: "the body is too large",

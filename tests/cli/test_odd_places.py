@@ -105,7 +105,8 @@ def test_a_user_without_a_folder_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_use_of_the_home_folder_is_the_one_that_tells(root: Path) -> None:
     users = [
         path.name
-        for path in (root / "ondevice").rglob("*.py")
+        for room in ("ondevice", "exporters", "runtime_ops")
+        for path in (root / room).rglob("*.py")
         if ".expanduser()" in path.read_text() or "Path.home()" in path.read_text()
     ]
     assert users == ["process.py"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -75,3 +76,13 @@ def test_a_refusal_of_many_wrong_items_names_the_first(served: Any) -> None:
     with refused(422) as caught:
         served.client.ask("POST", "/v1/completions", body)
     assert "prompt.0" in caught.value.message
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/jobs"])
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b"[" * 100_000])
+def test_a_body_that_is_not_utf_8_or_deeply_nested_is_refused_with_the_reason(
+    served: Any, path: str, body: bytes
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{served.daemon.address}{path}", content=body, headers=headers)
+    assert response.status_code == 400 and "UTF-8, and not deeply nested" in response.text

@@ -240,6 +240,24 @@ def test_a_request_that_does_not_arrive_is_closed(impatient) -> None:
         assert limit_s - 1 <= seconds <= limit_s + 5, (name, seconds)
         assert received.startswith(b"HTTP/1.1 408 ") or name == "silence", (name, received[:80])
     assert b"did not arrive in time" in results["a slow head"][1]
+    assert b'"type": "invalid_request_error"' in results["a slow head"][1]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GARBAGE\r\n\r\n", HEAD + b"X: \x00\r\n\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\nZ\r\n"],
+)  # fmt: skip
+def test_what_is_not_http_is_refused_in_the_form_of_openai(daemon, sent: bytes) -> None:
+    with socket.create_connection(place(daemon), timeout=30) as connection:
+        connection.sendall(sent)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 400
+        error = json.loads(response.read())["error"]
+    assert error["type"] == "invalid_request_error" and "not valid HTTP" in error["message"]
 
 
 def test_an_answer_that_nobody_reads_is_given_up(impatient) -> None:

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("schemathesis", reason="a development package")
 
+from ondevice.server.openai import is_openai
 from tests.server.running import DaemonProcess
 from tests.warm import Warm
 
@@ -36,6 +37,20 @@ def test_a_method_that_a_path_does_not_take_names_those_that_it_does(served) -> 
         allowed = {verb.strip() for verb in answer.headers.get("Allow", "").split(",")}
         assert answer.status == 405, path
         assert allowed == {verb.upper() for verb in verbs if verb != "parameters"}, path
+
+
+def test_the_paths_of_openai_declare_the_form_of_their_refusals(served) -> None:
+    paths = served.client.ask("GET", "/v1/openapi.json")["paths"]
+    declared = [
+        (path, operation["responses"][status]["content"]["application/json"]["schema"])
+        for path, operations in paths.items()
+        if is_openai(path)
+        for operation in operations.values()
+        for status in ("4XX", "507")
+    ]
+    assert len(declared) > 20
+    refusal = {"$ref": "#/components/schemas/RefusalResponse"}
+    assert [path for path, schema in declared if schema != refusal] == []
 
 
 def test_no_response_breaks_the_contract(tmp_path: Path, warm: Warm) -> None:

@@ -157,3 +157,17 @@ def test_beside_a_job_answers_that_do_not_fit_together_run_one_after_another(
     assert len(engine.work.opened.batch) == 1 and len(engine.work.waiting) == 1
     engine.finish()
     assert [engine.sent[number][-1]["value"]["completion_tokens"] for number in (1, 2)] == [4, 4]
+
+
+def test_beside_a_job_that_cannot_be_planned_only_the_answer_that_needs_its_plan_is_refused(
+    forgotten, small
+) -> None:
+    """The process of the model goes on, with every other answer."""
+    engine = Asked()
+    engine.begin(1, model="tiny:llama", **QUESTION)
+    engine.work.step()
+    job = JOB | {"id": "job-2", "config": {"model": {"source": "no-such-folder/x"}}}
+    engine.begin(2, model="tiny:llama", **QUESTION, job=job)
+    engine.finish()
+    assert "cannot tell how much memory job job-2" in engine.error(2).message
+    assert engine.sent[1][-1]["value"]["completion_tokens"] == 4

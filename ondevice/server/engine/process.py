@@ -178,10 +178,15 @@ class Work:
         opened = self.opened
         while opened is not None and self.waiting:
             number, job = self.waiting[0]
-            if len(opened.batch) and not self._has_room(opened, self.completions[number], job):
-                return
+            completion = self.completions[number]
+            try:
+                if len(opened.batch) and not self._has_room(opened, completion, job):
+                    return
+            except Exception as error:  # the job cannot be planned; the others go on
+                self._fail(number, "complete", error)
+                continue
             self.waiting.popleft()
-            opened.batch.add(self.completions[number].row)
+            opened.batch.add(completion.row)
 
     def _has_room(self, opened: Opened, completion: Completion, job: dict[str, Any] | None) -> bool:
         """Return True if the keys and values to come fit, with those of one more completion."""

@@ -24,7 +24,7 @@ from ondevice.server.jobs import (
     is_program,
     locate_model,
 )
-from ondevice.server.openai import RefusalResponse, error_body, error_fields
+from ondevice.server.openai import REFUSALS, error_body, error_fields
 from ondevice.server.openai_answers import Built, tokens_of
 from ondevice.server.openai_requests import (
     MOST_PROBABILITIES,
@@ -35,7 +35,6 @@ from ondevice.server.openai_requests import (
 from ondevice.server.recent import Remembered
 from ondevice.server.routes import Serving, json_response
 from ondevice.server.routes.asking import KEEP_ALIVE_S, Events, client_of, while_connected
-from ondevice.server.schemas import ErrorResponse
 from ondevice.server.store import MissingError
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -45,10 +44,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
         "description": "As in OpenAI's API; events if `stream` is set.",
     },
-    "4XX": {
-        "model": RefusalResponse | ErrorResponse,
-        "description": "Refused, in OpenAI's format; before the body is read, in the daemon's.",
-    },
+    **REFUSALS,
 }
 
 
