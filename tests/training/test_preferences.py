@@ -220,15 +220,22 @@ def test_a_method_that_cannot_is_refused_with_those_that_can(
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused() -> None:
-    config = RunConfig.load(
-        None, {"model.source": "tiny:llama", "method.name": "slideformer", "train.objective": "dpo"}
-    )
-    rows = OpenedRows(config.data, take_rows(pairs(4)))
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_several_processes_learn_from_preferences_and_not_from_rewards(name: str) -> None:
+    settings = {"model.source": "tiny:llama", "train.objective": name}
+    if name == "grpo":
+        settings["train.reward"] = "my_rewards:vowels"
+    config = RunConfig.load(None, {"method.name": "slideformer", **settings})
+    given = pairs(4) if name == "dpo" else [{"prompt": "a", "completion": "b"}] * 4
+    rows = OpenedRows(config.data, take_rows(given))
     placement = replace(place(config.method, config.train, "auto"), world=2)
+    if name == "dpo":
+        _, said = with_objective(config.train, config.method, placement, rows)
+        assert said == ("objective: dpo, beta 0.1",)
+        return
     with pytest.raises(ConfigError) as caught:
         with_objective(config.train, config.method, placement, rows)
-    assert caught.value.received == "2 processes"
+    assert caught.value.message == "method slideformer does not learn from rewards here"
 
 
 @pytest.mark.parametrize("method", ["slideformer", "lsp", "revffn"])
