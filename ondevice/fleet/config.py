@@ -86,11 +86,15 @@ class FleetRun(RunConfig):
     """Of `ondevice fleet simulate`."""
 
     @model_validator(mode="after")
-    def _own_batches(self) -> FleetRun:
+    def _own_rows(self) -> FleetRun:
         asked = [name for name in ("packing", "streaming") if getattr(self.data, name)]
         if asked:
             raise ValueError(
                 f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory"
+            )
+        if self.train.objective != "loss":
+            raise ValueError(
+                f"train.objective {self.train.objective}: a fleet's devices train on the loss"
             )
         return self
 

@@ -24,7 +24,7 @@ from ondevice.models.save import FILE_NAME, as_numpy, not_finite, save_descripti
 from ondevice.offload.session import EngineSession
 
 if TYPE_CHECKING:
-    from ondevice.core.session import StepResult
+    from ondevice.core.session import StepResult, Weigh
 
 
 class RankedSession(EngineSession):
@@ -62,6 +62,22 @@ class RankedSession(EngineSession):
         kind = "BF16" if self.saved_dtype == torch.bfloat16 else "F32"
         return {piece.name: piece.shape for piece in pieces}, kind
 
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one AdamW step on the weighted rows of all ranks; see `Weighing`.
+
+        Rank 0 calls its `weigh` with the losses of all rows; the others get their weights from it.
+        """
+
+        def weigh_own(nll: np.ndarray) -> tuple[float, np.ndarray]:
+            every = self.ranks.collect(torch.from_numpy(nll)).T.reshape(-1).numpy()
+            graded = None if self.ranks.rank else weigh(every)
+            loss, weights = self.ranks.calls.broadcast(graded)
+            return loss, weights[self.ranks.rows(len(every))]
+
+        return super().weighted_step(ids, labels, weigh_own, step, learning_rate)
+
     def save_model(self, folder: Path) -> None:
         """Write the trained model as transformers loads it; all ranks together."""
         self.engine.flush()
@@ -90,6 +106,13 @@ class Leader(RankedSession):
         """Run one AdamW step on the rows of all ranks."""
         self.ranks.calls.broadcast(("step", (ids, labels, step, learning_rate)))
         return super().step(ids, labels, step, learning_rate)
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """See `RankedSession.weighted_step`; the others need no `weigh`."""
+        self.ranks.calls.broadcast(("weighted_step", (ids, labels, None, step, learning_rate)))
+        return super().weighted_step(ids, labels, weigh, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; every rank computes its rows."""

@@ -164,7 +164,7 @@ class OffloadEngine:
         """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled
         token.
 
-        `weighed` weighs the rows of a single process; the loss is then its own.
+        `weighed` weighs this rank's rows; the loss is then its own.
 
         Returns before the last updates are done; the next call, `flush` and `evaluate` wait for
         them.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP, Session, StepResult, Weigh
 from ondevice.models.save import save_weights
 from ondevice.nn.cross_entropy import WeighedRows
@@ -48,17 +48,7 @@ class EngineSession(Session):
     def weighted_step(
         self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
     ) -> StepResult:
-        """Run one AdamW step on weighted rows; see `Weighing`.
-
-        Raises:
-            ConfigError: there are several processes, and no rank has all rows' losses.
-        """
-        if not self.ranks.single:
-            raise ConfigError(
-                "several processes do not train on weighted rows together",
-                expected="one process",
-                received=f"{self.ranks.world} processes",
-            )
+        """Run one AdamW step on weighted rows; see `Weighing`."""
         return self._train(ids, labels, learning_rate, WeighedRows(weigh))
 
     def _train(

@@ -94,13 +94,6 @@ def _check_method(method: Any, placement: Placement) -> None:
             received=f"method {spec.name}, backend {placement.backend}",
             needs=Need.PREFERENCES,
         )
-    if placement.world > 1:
-        raise ConfigError(
-            "several processes do not learn from preferences together",
-            expected="one process",
-            received=f"{placement.world} processes",
-            hint="start it without torchrun",
-        )
 
 
 def _check_program(method: Any, manifest: Manifest, made: Objective) -> None:

@@ -247,19 +247,22 @@ def test_the_npu_s_simulator_learns_the_gradient_of_the_whole_loss() -> None:
     session.close()
 
 
-@pytest.mark.parametrize("method", ["mesp", "lora", "prge"])
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [("jetson", "mesp"), ("jetson", "lora"), ("jetson", "prge"), ("apple-mlx", "mesp")],
+)
 @pytest.mark.parametrize("made", [short_pairs, short_thumbs], ids=["pairs", "thumbs"])
-def test_an_artifact_for_cuda_learns_what_train_learns(
-    method: str, made: Any, tmp_path: Path
+def test_an_artifact_for_a_computer_learns_what_train_learns(
+    target: str, method: str, made: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip({"jetson": "bitsandbytes", "apple-mlx": "mlx.core"}[target])
     source = save_tiny(tmp_path / "model", "llama")
     data = write(tmp_path / "rows.jsonl", made())
     export = {
         "model.source": str(source),
         "model.dtype": "float32",
         "method.name": method,
-        "export.target": "jetson",
+        "export.target": target,
         "export.batch_size": 2,
         "export.lengths_tokens": [64],
         "export.quantize": "none",

@@ -245,6 +245,29 @@ def test_what_a_program_cannot_do_is_refused_with_the_way_to_export_it(
     assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
+def test_a_program_for_mlx_is_refused_with_what_learns_from_rewards(tmp_path: Path) -> None:
+    pytest.importorskip("mlx.core")
+    source = save_tiny(tmp_path / "model", "llama")
+    export = {
+        "model.source": str(source), "method.name": "mesp", "export.target": "apple-mlx",
+        "export.batch_size": 2, "export.lengths_tokens": [64],
+    }  # fmt: skip
+    artifact = tmp_path / "artifact"
+    export_artifact(RunConfig.load(None, export), artifact)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    values = {
+        "data.path": str(tmp_path / "rows.jsonl"), "train.objective": "grpo",
+        "train.reward": "own_rewards:vowels", "train.group_size": 2,
+        "train.out": str(tmp_path / "run"),
+    }  # fmt: skip
+    for start in (run_artifact, check_artifact):
+        with pytest.raises(ConfigError) as caught:
+            start(artifact, run_config(artifact, None, values))
+        assert caught.value.message.endswith("for apple-mlx does not learn from rewards")
+        assert "--target android-cpu" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_in_mlx_on_rewards_resumes_with_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     save_tiny(tmp_path / "model", "llama")

@@ -135,6 +135,30 @@ def test_wrong_settings_are_refused(ondevice: CommandLine, tmp_path: Path) -> No
     assert plan["simulation"]["devices"] == 4
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_preferences_scores_and_rewards_are_refused(
+    dry: list[str], ondevice: CommandLine, tmp_path: Path
+) -> None:
+    out = tmp_path / "a fleet"
+    pairs = write_rows(tmp_path / "pairs.jsonl", [{"chosen": "a b", "rejected": "a c"}] * 8)
+
+    def refused(*more: object) -> Any:
+        words = ("--model", "tiny:llama", "--devices", 2, "--out", out, "--json", *dry, *more)
+        return ondevice("fleet", "simulate", *words).json
+
+    done = refused("--data", pairs)
+    assert done["error"] == "DataError" and done["received"] == "format preference"
+    data = rows(tmp_path / "rows.jsonl")
+    for name, more in (
+        ("dpo", []),
+        ("accuracy", []),
+        ("grpo", ["--method", "lora", "--set", "train.reward=rewards:vowels"]),
+    ):
+        done = refused("--data", data, *more, "--set", f"train.objective={name}")
+        assert done["error"] == "ConfigError" and f"train.objective {name}" in done["message"]
+    assert not out.exists()
+
+
 def dataset(count: int) -> Any:
     from types import SimpleNamespace
 

@@ -136,20 +136,24 @@ def test_other_objectives_of_pairs_are_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [pairs(), thumbs()], ids=["pairs", "thumbs"])
-@pytest.mark.parametrize("method", ["mesp", "prge"])
+@pytest.mark.parametrize(
+    "method",
+    ["full", "lora", "lora-fa", "lsp", "mesp", "mezo", "prge", "revffn", "slideformer"],
+)
 def test_a_resumed_run_has_the_same_bits(method: str, rows: Any, tmp_path: Path) -> None:
     settings = {
         "method": method,
         "checkpoint_every": 3,
         "eval_rows": rows[:6],
-        "schedule": "constant",
+        "train.schedule": "constant",
     }
     run(rows, tmp_path / "whole", 6, **settings)
     run(rows, tmp_path / "parts", 3, **settings)
     before = (tmp_path / "parts" / FILE_NAME).read_bytes()
     run(rows, tmp_path / "parts", 6, resume=True, **settings)
     assert (tmp_path / "parts" / FILE_NAME).read_bytes() == before
-    whole, parts = (sha256_file(tmp_path / part / ADAPTER) for part in ("whole", "parts"))
+    file = ADAPTER if (tmp_path / "whole" / ADAPTER).exists() else "model/model.safetensors"
+    whole, parts = (sha256_file(tmp_path / part / file) for part in ("whole", "parts"))
     assert whole == parts
 
 
@@ -220,15 +224,22 @@ def test_a_method_that_cannot_is_refused_with_those_that_can(
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused() -> None:
-    config = RunConfig.load(
-        None, {"model.source": "tiny:llama", "method.name": "slideformer", "train.objective": "dpo"}
-    )
-    rows = OpenedRows(config.data, take_rows(pairs(4)))
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_several_processes_learn_from_preferences_and_not_from_rewards(name: str) -> None:
+    settings = {"model.source": "tiny:llama", "train.objective": name}
+    if name == "grpo":
+        settings["train.reward"] = "my_rewards:vowels"
+    config = RunConfig.load(None, {"method.name": "slideformer", **settings})
+    given = pairs(4) if name == "dpo" else [{"prompt": "a", "completion": "b"}] * 4
+    rows = OpenedRows(config.data, take_rows(given))
     placement = replace(place(config.method, config.train, "auto"), world=2)
+    if name == "dpo":
+        _, said = with_objective(config.train, config.method, placement, rows)
+        assert said == ("objective: dpo, beta 0.1",)
+        return
     with pytest.raises(ConfigError) as caught:
         with_objective(config.train, config.method, placement, rows)
-    assert caught.value.received == "2 processes"
+    assert caught.value.message == "method slideformer does not learn from rewards here"
 
 
 @pytest.mark.parametrize("method", ["slideformer", "lsp", "revffn"])

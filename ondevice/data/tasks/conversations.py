@@ -138,6 +138,9 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
     prompts = (record[key] for key in ("prompt", "question", "instruction") if key in record)
     prompt = next(prompts, None)
     pair = {name: record.get(name) for name in ("chosen", "rejected")}
+    for name, value in pair.items():
+        if value is None:
+            raise BadRow(name, "is missing")
     are_texts = all(isinstance(value, str) for value in pair.values())
     if are_texts and isinstance(prompt, str | None):
         texts = {name: check_text(value, name) for name, value in pair.items()}

@@ -112,6 +112,7 @@ def test_bad_line_is_named(name: str, write: Write) -> None:
 
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("preference", {"prompt": "2 + 2?", "chosen": "4"}, "rejected", "is missing"),
     ("chat", {"messages": []}, "messages", "expected a list of turns"),
     ("chat", {"messages": "hi"}, "messages", "received 'hi'"),
     ("chat", {"messages": ["hi"]}, "messages.0", "expected an object with role and content"),

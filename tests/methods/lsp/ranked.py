@@ -20,6 +20,7 @@ from ondevice.offload.session import join
 from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches
+from tests.offload import pairs
 from tests.offload.trees import evaluated_trees
 
 STEPS, ROWS = 7, 4
@@ -117,6 +118,15 @@ def session(ranks: Ranks, device: str, folder: Path) -> Any:
     return losses
 
 
+def learned_pairs(ranks: Ranks, device: str) -> dict[str, Any]:
+    """Steps on preference pairs, whose two rows are computed by different ranks."""
+    kind = LspSession
+    if not ranks.single:
+        kind = Follower if ranks.rank else Leader
+    loaded = tiny_model("llama", layers=2, tied=False)
+    return pairs.learned(kind(loaded, method_config("lsp", EXACT), device, 3, ranks), data())
+
+
 def go_on(one: LspSession, folder: Path) -> list[float]:
     losses = [
         one.step(ids, labels, 5 + step, 1e-3).loss for step, (ids, labels) in enumerate(data(8)[5:])
@@ -132,6 +142,7 @@ def main(folder: Path, device: str) -> None:
     ranks, device = join(device, 30.0)
     found: dict[str, Any] = {name: compute(name, ranks, device) for name in RUNS}
     found["session"] = session(ranks, device, folder)
+    found["pairs"] = learned_pairs(ranks, device)
     torch.save(found, folder / f"{ranks.rank}.pt")
 
 

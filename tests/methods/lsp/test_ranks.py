@@ -16,8 +16,10 @@ pytest.importorskip("transformers")
 
 from ondevice.methods.lsp.torch import LspSession  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
-from tests.methods.lsp.ranked import RUNS, checkpoints, compute, data, go_on, opened  # noqa: E402
+from ondevice.offload.units import SINGLE  # noqa: E402
+from tests.methods.lsp.ranked import RUNS, checkpoints, compute, data, go_on, learned_pairs, opened  # noqa: E402
 from tests.methods.slideformer.test_ranks import DEVICE, environment, needs_gloo  # noqa: E402
+from tests.offload import pairs  # noqa: E402
 from tests.ports import free_port  # noqa: E402
 from tests.warm import Warm  # noqa: E402
 
@@ -99,6 +101,14 @@ def test_two_ranks_match_one_process(name: str, ranks: list[dict[str, Any]]) -> 
             assert difference.max() <= 1e-2 * moved.max(), key
         else:  # flipped roundings show; the gradient of the keys' bias is nothing else
             assert key.endswith("k_proj.bias") or difference.mean() <= 0.5 * moved.mean(), key
+
+
+def test_ranks_learn_from_preference_pairs_what_one_process_learns(
+    ranks: list[dict[str, Any]],
+) -> None:
+    alone = learned_pairs(SINGLE, DEVICE)
+    for found in ranks:
+        pairs.compare(found["pairs"], alone)
 
 
 def test_ranks_go_on_from_their_own_checkpoint_and_from_one_process_s(

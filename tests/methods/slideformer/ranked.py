@@ -34,6 +34,7 @@ from ondevice.offload.session import join
 from ondevice.offload.units import SINGLE, Ranks
 from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches, run
+from tests.offload import pairs
 from tests.offload.trees import evaluated_trees
 
 STEPS = 10
@@ -180,6 +181,16 @@ def session(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
     return {"straight": straight, "resumed": resumed, "refused": refused}
 
 
+def learned_pairs(ranks: Ranks, device: str) -> dict[str, Any]:
+    """Steps on preference pairs, whose two rows are computed by different ranks."""
+    kind = SlideformerSession
+    if not ranks.single:
+        kind = Follower if ranks.rank else Leader
+    config = method_config("slideformer", {**EXACT, "timeout_s": 30.0, "threads": 1})
+    one = kind(tiny_model("llama", layers=2), config, device, ranks)
+    return pairs.learned(one, batches(6, rows=12))
+
+
 def save_again(one: SlideformerSession, source: Path, target: Path) -> None:
     """Load a checkpoint, whoever wrote it, and write another one."""
     loaded = checkpoints(source).newest(lambda _: None)
@@ -274,8 +285,10 @@ def main(case: str, folder: Path, device: str) -> None:
         by_name = {name: compute(name, 2, ranks, device) for name in RUNS}
         by_name["session"] = session(ranks, device, folder)
         by_name["settled"] = settled(ranks)
+        by_name["pairs"] = learned_pairs(ranks, device)
     elif case == "three":
         by_name = {name: compute(name, 3, ranks, device) for name in THREE}
+        by_name["pairs"] = learned_pairs(ranks, device)
         one = opened(Follower if ranks.rank else Leader, 3, ranks, device)
         if isinstance(one, Leader):
             save_again(one, folder / "one", folder / "three")

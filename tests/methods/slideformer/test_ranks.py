@@ -5,6 +5,7 @@ With ONDEVICE_RANKS_DEVICE=cuda and two GPUs the same comparisons go through NCC
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,8 +23,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 import ondevice  # noqa: E402
+from ondevice.cli.app import app  # noqa: E402
 from ondevice.core.errors import ConfigError, Need  # noqa: E402
 from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
@@ -33,8 +36,18 @@ from ondevice.offload.units import SINGLE, Joined  # noqa: E402
 from ondevice.training.checkpoint import read_state  # noqa: E402
 from ondevice.training.events import read_log  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402
-from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
+from tests.methods.slideformer.ranked import (  # noqa: E402
+    LIMIT_S,
+    ROWS,
+    RUNS,
+    THREE,
+    compute,
+    learned_pairs,
+    opened,
+    save_again,
+)
 from tests.methods.slideformer.reference import batches  # noqa: E402
+from tests.offload import pairs  # noqa: E402
 from tests.ports import free_port  # noqa: E402
 from tests.warm import Warm  # noqa: E402
 
@@ -229,6 +242,14 @@ def test_three_ranks_match_one_process(name: str, three: list[dict[str, Any]]) -
     compare(name, three)
 
 
+def test_ranks_learn_from_preference_pairs_what_one_process_learns(
+    ranks: list[dict[str, Any]], three: list[dict[str, Any]]
+) -> None:
+    alone = learned_pairs(SINGLE, DEVICE)
+    for found in (*ranks, *three):
+        pairs.compare(found["pairs"], alone)
+
+
 def test_ranks_agree_on_what_auto_chose(ranks: list[dict[str, Any]]) -> None:
     settled = {"window": 3, "resident_layers": 1, "gradient_buffers": 4, "resident_tables": False}
     assert [one["settled"] for one in ranks] == [settled] * 2
@@ -361,6 +382,33 @@ def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(
     lines = (run / "events.jsonl").read_text().splitlines()
     assert [line.count('"event":"step"') for line in lines].count(1) == 4
     assert sum('"event":"resume"' in line for line in lines) == 1
+
+
+def test_the_command_line_learns_from_rated_answers_on_two_ranks(
+    tmp_path: Path, warm: Warm
+) -> None:
+    rows = [
+        {"prompt": f"{n}?", "completion": "abcdefg"[n % 5 :], "label": n % 2 == 0} for n in range(8)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    exact = ("--set", "method.compute=float32", "--lr", "1e-3", "--batch-size", 4, "--steps", 3)
+    command = tiny("slideformer", "--data", data, "--eval-data", data, *exact, "--out", "{}")
+    runs = [tmp_path / name for name in ("ranks", "alone")]
+    done = torchrun(warm, "train", *(runs[0] if word == "{}" else word for word in command))
+    assert done.returncode == 0, done.stderr
+    words = [str(runs[1] if word == "{}" else word) for word in command]
+    assert CliRunner().invoke(app, ["train", *words]).exit_code == 0
+    steps, alone = (
+        [
+            entry.event.preferences | {"loss": entry.event.loss}
+            for entry in read_log(run / "events.jsonl").entries
+            if entry.event.kind == "step"
+        ]
+        for run in runs
+    )
+    # The order of additions changes 1e-5 of a row's likelihood, some 100 nats; beta is 0.1.
+    assert len(steps) == 3 and steps == [pytest.approx(step, abs=2e-4) for step in alone]
 
 
 def test_ranks_that_measure_other_things_compute_alike(tmp_path: Path, warm: Warm) -> None:
