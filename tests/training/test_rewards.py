@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ondevice
+from examples.reward_tags import number_in_tags
 from ondevice.api.runfile import RunConfig
 from ondevice.artifact.files import sha256_file
 from ondevice.cli.app import app
@@ -268,3 +269,20 @@ def test_plain_draws_have_the_models_frequencies() -> None:
     sampler = PlainSampler(1.0)
     counts = np.bincount([sampler.next(logits).id for _ in range(4000)], minlength=4) / 4000
     np.testing.assert_allclose(counts, [0.5, 0, 0.3, 0.2], atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        ("42", 0),
+        ("a <n>", 1),
+        ("<n></n>", 2),
+        ("<n>4", 3),
+        ("<n>42</n> or so", 4),
+        ("<n>42</n>", 5),
+    ],
+)
+def test_the_example_s_reward_counts_a_part_after_those_in_front_of_it(
+    answer: str, parts: int
+) -> None:
+    assert number_in_tags("", answer, {}) == pytest.approx(parts / 5)
