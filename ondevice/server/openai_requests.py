@@ -102,7 +102,8 @@ def check_fields(part: BaseModel, place: str) -> None:
     Clients send an answer back with all of its fields, most of them empty.
     """
     for name, value in (part.model_extra or {}).items():
-        if value not in (None, False, "", [], {}):
+        empty = value is None or value is False or value in ("", [], {})
+        if not empty:
             raise _unknown(f"{place}.{name}", value)
 
 

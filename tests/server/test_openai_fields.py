@@ -362,6 +362,7 @@ def test_bytes_of_a_part_of_a_character_are_its_own(client) -> None:
 
 
 @pytest.mark.parametrize(("change", "name"), [
+    ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "messages.0.weight"),
     ({"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages.0.name"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
