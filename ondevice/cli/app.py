@@ -26,6 +26,7 @@ from ondevice.core.errors import (
     MissingPackageError,
     OndeviceError,
     StorageError,
+    refused_memory,
     was_refused,
 )
 from ondevice.core.near import ELSEWHERE, nearest
@@ -218,11 +219,7 @@ def _of_the_machine(error: Exception) -> OndeviceError | None:
     if was_refused(error):
         # Libraries that could not be loaded whole print tracebacks of their own at the exit.
         atexit.register(os._exit, DoesNotFitError.exit_code)
-        return DoesNotFitError(
-            "the system refused this process memory",
-            received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
-            hint="raise its limit (`ulimit -v`), or use a smaller model, batch or maximum length",
-        )
+        return refused_memory(error)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         if error.filename is None:
             discard_output()

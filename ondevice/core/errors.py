@@ -211,4 +211,13 @@ def was_refused(error: BaseException) -> bool:
     return bool(_REFUSED.search(str(error)))
 
 
+def refused_memory(error: BaseException) -> DoesNotFitError:
+    """Build the error that a user reads for an allocation that was refused."""
+    return DoesNotFitError(
+        "the system refused this process memory",
+        received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
+        hint="raise its limit (`ulimit -v`), or use a smaller model, batch or maximum length",
+    )
+
+
 INTERRUPTED_EXIT_CODE = 130

@@ -21,7 +21,12 @@ from ondevice.api import resolve
 from ondevice.api.runfile import RunConfig
 from ondevice.api.train import run_artifact
 from ondevice.artifact.files import atomic_write
-from ondevice.core.errors import INTERRUPTED_EXIT_CODE, OndeviceError
+from ondevice.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    OndeviceError,
+    refused_memory,
+    was_refused,
+)
 from ondevice.core.registry import name_methods
 from ondevice.training.events import FILE_NAME, Event, plain
 
@@ -29,6 +34,8 @@ JOB = "job.json"
 ATTEMPT = "attempt.json"
 RESULT = "result.json"
 ERROR = "error.json"
+AGAIN = "again"
+"""Key of an error in `ERROR` that may be gone the next time."""
 RUN = "run"
 _PR_SET_PDEATHSIG = 1
 
@@ -120,6 +127,13 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except Exception as raised:
+        if not was_refused(raised):
+            raise
+        refused = refused_memory(raised)
+        atomic_write(folder / ERROR, json.dumps({**refused.to_dict(), AGAIN: True}))
+        print(f"error: {refused}", file=sys.stderr)
+        return refused.exit_code
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def judge(
     if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
         return "interrupted", None
     if reported is not None and reported.get("exit_code") == code:
-        again = code in (
+        again = reported.pop(worker.AGAIN, False) or code in (
             BusyError.exit_code,
             StorageError.exit_code,
         )  # these may be gone the next time

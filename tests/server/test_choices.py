@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.server import jobs, supervisor, uploads, worker
+from ondevice.core.errors import DoesNotFitError
+from ondevice.core.process import python_command
+from ondevice.server import jobs, supervisor, uploads, worker, worker_process
 from ondevice.server.store import Store
 from ondevice.training import choices
 from ondevice.training.events import FILE_NAME, read_log, read_start
@@ -30,13 +35,18 @@ def dataset(store: Store, tmp_path: Path) -> str:
     return uploads.finish(store, name, lambda *_, **__: found)["id"]
 
 
-def attempt(store: Store, dataset: str, folder: Path, steps: int) -> int:
-    """Do what the daemon does with a job: write `job.json`, and run its worker on it."""
+def written(store: Store, dataset: str, folder: Path, steps: int) -> None:
+    """Write `job.json` as the daemon does."""
     config = {"train": {"steps": steps, "batch_size": 2}, "method": {"name": "slideformer"}}
     spec = jobs.JobSpec(model="tiny:llama", dataset=dataset, config=config)
     run = jobs.resolve(spec, store, folder / worker.RUN)
     values = supervisor.job_values(SimpleNamespace(attempt=steps), spec, run, store)  # type: ignore[arg-type]
     (folder / worker.JOB).write_text(json.dumps(values))
+
+
+def attempt(store: Store, dataset: str, folder: Path, steps: int) -> int:
+    """Do what the daemon does with a job: write `job.json`, and run its worker on it."""
+    written(store, dataset, folder, steps)
     return worker.run(folder)
 
 
@@ -58,3 +68,19 @@ def test_a_jobs_choices_are_its_first_attempts(
     assert heads[0]["method.compute"] == "float32", "a job has the precision of its processor"
     kinds = [entry.event.kind for entry in read_log(folder / worker.RUN / FILE_NAME).entries]
     assert (kinds.count("step"), kinds.count("resume")) == (3, 2)
+
+
+def test_a_worker_that_the_system_refuses_memory_ends_with_a_sentence(
+    store: Store, dataset: str, tmp_path: Path
+) -> None:
+    written(store, dataset, tmp_path, 1)
+    command = python_command(
+        "-m", "ondevice.server.worker", str(tmp_path), str(os.getpid()), python=None
+    )
+    line = f"ulimit -v 1500000; exec {shlex.join(command)}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == DoesNotFitError.exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    told = worker_process.reported_error(tmp_path)
+    assert told is not None and told["message"] == "the system refused this process memory"
+    assert told[worker.AGAIN]

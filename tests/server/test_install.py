@@ -338,6 +338,8 @@ def test_a_cgroup_where_one_is_delegated(tmp_path) -> None:
         (9, "", {"error": "TrainingError", "exit_code": 9}, "refused"),
         (7, "", {"error": "BusyError", "exit_code": 7}, "crashed"),
         (11, "", {"error": "StorageError", "exit_code": 11}, "crashed"),
+        (8, "", {"error": "DoesNotFitError", "exit_code": 8}, "refused"),
+        (8, "", {"error": "DoesNotFitError", "exit_code": 8, "again": True}, "crashed"),
         (1, "", {"error": "ConfigError", "exit_code": 2}, "crashed"),
     ],
 )
