@@ -498,6 +498,9 @@ def test_the_list_has_everything_that_the_build_names() -> None:
         for artifact in re.findall(r"<artifactId>([\w.-]+)</artifactId>\s*<version>", text):
             if artifact not in ("android", "core", "app"):
                 assert any(f"/{artifact}/" in path for path in listed), artifact
+    # No pom names them: surefire takes them as the tests begin.
+    for artifact in ("surefire-junit-platform", "junit-platform-launcher"):
+        assert any(f"/{artifact}/" in path for path in listed), artifact
 
 
 def test_gradle_takes_into_the_apk_what_is_listed() -> None:
