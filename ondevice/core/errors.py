@@ -211,11 +211,16 @@ def was_refused(error: BaseException) -> bool:
     return bool(_REFUSED.search(str(error)))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def refused_memory(error: BaseException) -> DoesNotFitError:
     """Build the error that a user reads for an allocation that was refused."""
     return DoesNotFitError(
         "the system refused this process memory",
-        received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
+        received=first_line(error),
         hint="raise its limit (`ulimit -v`), or use a smaller model, batch or maximum length",
     )
 

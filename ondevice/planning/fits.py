@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import size_text
-from ondevice.core.errors import DoesNotFitError, OndeviceError, was_refused
+from ondevice.core.errors import DoesNotFitError, OndeviceError, first_line, was_refused
 from ondevice.core.registry import methods, spec_of
 from ondevice.planning.estimate import BASELINE_BYTES, plan_request
 from ondevice.planning.limit import own_memory
@@ -204,7 +204,7 @@ def memory_limit(limit_bytes: int, plan: Plan) -> Iterator[None]:
         raise DoesNotFitError(
             f"an allocation beyond the memory limit was refused; planned: {parts}",
             expected=f"at most {size_text(limit_bytes)} (--memory-limit)",
-            received=(str(error).strip() or type(error).__name__).splitlines()[0][:200],
+            received=first_line(error),
             hint="a smaller batch or shorter rows, a higher --memory-limit; "
             "the run's last checkpoint is intact",
         ) from error

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ondevice.api import resolve
 from ondevice.api.runfile import RunConfig
@@ -122,18 +123,20 @@ def main(arguments: list[str]) -> int:
         return run(folder)
     except OndeviceError as error:
         name_methods(error)
-        atomic_write(folder / ERROR, json.dumps(error.to_dict()))
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _report(folder, error)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except Exception as raised:
         if not was_refused(raised):
             raise
-        refused = refused_memory(raised)
-        atomic_write(folder / ERROR, json.dumps({**refused.to_dict(), AGAIN: True}))
-        print(f"error: {refused}", file=sys.stderr)
-        return refused.exit_code
+        return _report(folder, refused_memory(raised), {AGAIN: True})
+
+
+def _report(folder: Path, error: OndeviceError, more: dict[str, Any] | None = None) -> int:
+    """Write an error where the daemon and the job's log have it; return the exit status."""
+    atomic_write(folder / ERROR, json.dumps({**error.to_dict(), **(more or {})}))
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 if __name__ == "__main__":
