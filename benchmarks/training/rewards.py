@@ -1,6 +1,6 @@
 """Does a model learn a format from rewards alone? SmolLM2-135M, a number between tags, by `grpo`.
 
-    python -m benchmarks.training.rewards --device cuda --seeds 5 --processes 5 --record
+    python -m benchmarks.training.rewards --device cuda --seeds 0 1 2 3 4 --processes 5 --record
     python -m benchmarks.training.rewards --rows gsm8k --answer-tokens 192 --device cuda
     OMP_NUM_THREADS=1 python -m benchmarks.training.rewards --steps 2 --prompts 2 --held-out 8
 
@@ -35,7 +35,9 @@ REWARDS = {
 }
 MARKED = re.compile(r"####\s*(-?[\d,]*\d)")
 THINGS = ("apples", "coins", "birds", "letters", "stones", "books", "boats", "cups")
-ASK = "{first} {thing} and {second} {thing}: how many? Write only the number, between <n> and </n>."
+ASK = "{first} {thing} and {second} {thing}: how many? Write only the number in tags, such as <n>7</n>."
+"""It shows the form: asked to write "between <n> and </n>", no answer of SmolLM2 ever had a digit behind
+`<n>`, so that nothing was learned beyond `<n>`."""
 TRAINED = 400
 COLUMNS = [
     {"key": "rows", "title": "Prompts"},
@@ -58,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", choices=sorted(REWARDS), default="sums")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="mesp")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--answers", type=int, default=4, help="to each prompt")
@@ -97,7 +99,7 @@ def parts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str
     made = []
     for name in ("train", "valid"):
         text = (args.data / f"gsm8k/{name}.jsonl").read_text(encoding="utf-8")
-        made.append([conversation(json.loads(line)) for line in text.splitlines()])
+        made.append([conversation(json.loads(line)) for line in text.strip().split("\n")])
     return made[0], made[1][: args.held_out]
 
 
@@ -130,6 +132,8 @@ def measure(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train with one seed; return what came out."""
     import torch
 
+    if args.device == "cuda":  # with several GPUs, seeds take them in turns
+        torch.cuda.set_device(seed % torch.cuda.device_count())
     from ondevice import method_config, open_session
     from ondevice.core.config import TrainConfig
     from ondevice.data import Batches
@@ -201,7 +205,7 @@ def main() -> None:
     """Measure; print the table."""
     args = parse_args(__doc__, arguments, repeats=1)
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        rows = list(pool.map(partial(measure, args), range(args.seeds)))
+        rows = list(pool.map(partial(measure, args), args.seeds))
     notes = [
         f"{args.model}, {args.method}, {args.prompts} prompts a step with {args.answers} answers "
         f"of at most {args.answer_tokens} tokens at temperature 1, learning rate {args.rate:g}, "

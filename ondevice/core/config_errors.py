@@ -36,7 +36,8 @@ def explain(
 ) -> ConfigError:  # fmt: skip
     """Return pydantic's error in words that name each key by its place in a run file; see `StrictConfig.parse`."""
     problems = []
-    for problem in problems_of(error.errors(), document):
+    found = problems_of(error.errors(), document)
+    for problem in found[:MOST_PROBLEMS]:  # to look for near names takes milliseconds for each
         if old := _old_key(model, problem.loc, problem.value):
             message = old
             problem = replace(problem, expected=None, received=shortened(repr(problem.value)))
@@ -56,9 +57,9 @@ def explain(
         if only.meant is not None:
             hint = f"did you mean '{only.meant}'?"
         return ConfigError(message, expected=only.expected, received=only.received, hint=hint)
-    texts = [str(problem) for problem in problems[:MOST_PROBLEMS]]
-    if len(problems) > MOST_PROBLEMS:
-        texts.append(f"and {len(problems) - MOST_PROBLEMS} more")
+    texts = [str(problem) for problem in problems]
+    if len(found) > MOST_PROBLEMS:
+        texts.append(f"and {len(found) - MOST_PROBLEMS} more")
     return ConfigError(f"{where}: {'; '.join(texts)}", hint=hint)
 
 

@@ -79,7 +79,10 @@ def rows_of(
         labels: the classes of classification rows, {label key: label text}; by default those that
             the rows have.
     """
-    records = list(source.records)
+    try:
+        records = list(source.records)
+    except MemoryError as error:
+        raise needs_memory(name) from error.with_traceback(None)
     reading = Reading(
         lambda: Source(source.kind, iter(records), source.notes), name, chosen, columns, labels
     )

@@ -15,6 +15,7 @@ from ondevice.models.families.any_dims import AnyDims
 from ondevice.models.families.base import (
     Family,
     UnknownTrait,
+    architectures,
     dims_of,
     quiet_transformers,
     trait_sentence,
@@ -157,7 +158,7 @@ def check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: in
                 hint="leave --classes out: a decoder learns labels as words",
             )  # fmt: skip
         return False
-    if has_head(config):
+    if has_head(config, source):
         if classes not in (None, dims.classes):
             raise ModelError(
                 f"{source} has a classification head", expected=dims.classes, received=classes
@@ -167,7 +168,7 @@ def check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: in
         raise ModelError(
             f"{source} is an encoder without a classification head",
             expected="--classes N (model.classes): how many labels there are",
-            received=", ".join(config.get("architectures") or ()) or None,
+            received=", ".join(architectures(config, source)) or None,
         )
     return True
 
@@ -365,7 +366,8 @@ def read_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
     sources.check_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True)
-        tokenizer("a")  # some settings of a wrong type show only here
+        # Settings of a wrong type, and an unknown token that the vocabulary lacks, show only here.
+        tokenizer("a \U0010ffff")
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(

@@ -12,7 +12,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
 from ondevice.models import families
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import Family
+from ondevice.models.families.base import Family, architectures
 from ondevice.models.families.classifier import Classifier
 from ondevice.models.families.towers import tower_types
 
@@ -83,10 +83,11 @@ def family_of(config: dict[str, Any], where: str) -> type[Family]:
     """Return the family of a `config.json`: an encoder's for classification, or a decoder's.
 
     Raises:
-        ModelError: as `family_for`; or it is an encoder for which no head is known.
+        ModelError: as `family_for`; or it is an encoder for which no head is known; or
+            `architectures` is no list of names.
     """
     kind = config.get("model_type")
-    writes = any(str(name).endswith(_WRITERS) for name in config.get("architectures") or ())
+    writes = any(name.endswith(_WRITERS) for name in architectures(config, where))
     if config.get("is_decoder") or writes or (isinstance(kind, str) and _family(kind)):
         return family_for(kind, where)
     if kind in ENCODERS:

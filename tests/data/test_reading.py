@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from ondevice.core.errors import DataError, OndeviceError
 from ondevice.data import length_of, preview_rows, read_rows
 from ondevice.data.readers import json_files
 from ondevice.data.readers.files import read_records
-from ondevice.data.readers.source import Limits
-from ondevice.data.reading import check_rows, open_reading
+from ondevice.data.readers.source import Limits, Record, Source
+from ondevice.data.reading import check_rows, open_reading, rows_of
 
 Write = Callable[..., Path]
 CHAT = [
@@ -176,3 +176,17 @@ def test_signs_of_life_come_while_a_file_is_read(write: Write, monkeypatch) -> N
     signs: list[int] = []
     check_rows(write([{"text": "a"}] * 95), alive=lambda: signs.append(1))
     assert len(signs) == 9
+
+
+def test_records_that_need_more_memory_than_there_is_are_refused_by_the_name_of_their_file() -> (
+    None
+):
+    """The list of a file's records may be what the system refuses, and not one of them."""
+
+    def records() -> Iterator[Any]:
+        yield from [Record(n, {"text": "a", "label": "b"}) for n in range(3)]
+        raise MemoryError
+
+    with pytest.raises(DataError) as caught:
+        rows_of(Source("JSON", records()), "rows.json")
+    assert "rows.json needs more memory" in str(caught.value)

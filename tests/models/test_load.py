@@ -119,6 +119,15 @@ def other_tokenizer(folder: Path) -> None:
     edit(vocab_size=200)(folder)
 
 
+def lost_unknown_token(folder: Path) -> None:
+    """A vocabulary of whole words that names an unknown token which it lacks."""
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["model"] = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "true"}
+    values |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
+    path.write_text(json.dumps(values | {"normalizer": None}))
+
+
 NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
@@ -135,6 +144,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: (f / "tokenizer.json").write_text('{"model": '),
         "tokenizer cannot be read",
     ),
+    "unknown token not in the vocabulary": (lost_unknown_token, "tokenizer cannot be read"),
     "tokenizer of another model": (other_tokenizer, "the tokenizer is another model's"),
     "tokenizer of a smaller model": (
         edit(vocab_size=49152, eos_token_id=[49151]),
@@ -147,6 +157,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor of another shape": (edit_weights(lambda t: t.update({NORM: torch.ones(3)})), NORM),
     "other family": (edit(model_type="phi99"), "models of type 'phi99' are not supported"),
     "no family": (edit(model_type=...), "model_type None"),
+    "classes are a number": (edit(architectures=7), "`architectures` of a wrong type"),
+    "a class is a number": (edit(architectures=[7]), "`architectures` of a wrong type"),
     "no sizes": (edit(hidden_size=...), "'hidden_size'"),
     "size is text": (edit(num_hidden_layers="2"), "'num_hidden_layers'"),
     "heads do not divide": (edit(num_key_value_heads=3), "'num_key_value_heads'"),

@@ -69,6 +69,24 @@ def test_rows_are_answered_as_the_command_answers_them(served) -> None:
     assert task["labels"] == answer["labels"]
 
 
+def test_a_chat_with_an_adapter_that_picks_labels_has_the_label_of_predict(served) -> None:
+    """Nothing was trained to end a text behind a label: it went on to the model's last position."""
+    name = served.job["id"]
+    for text in ("a1", "b2"):
+        (row,) = served.client.predict(name, [text])["data"]
+        body = {"model": name, "messages": [{"role": "user", "content": text}]}
+        for temperature in (0.0, 1.0):
+            asked = {**body, "n": 2, "temperature": temperature}
+            answer = served.client.ask("POST", "/v1/chat/completions", asked)
+            assert [one["message"]["content"] for one in answer["choices"]] == [
+                row["prediction"]
+            ] * 2
+            assert {one["finish_reason"] for one in answer["choices"]} == {"stop"}
+    with refused(422) as caught:
+        served.client.ask("POST", "/v1/chat/completions", {**body, "logprobs": True})
+    assert "/v1/predict" in str(caught.value)
+
+
 def test_rows_that_cannot_be_predicted_say_why_and_the_others_are(served) -> None:
     answer = served.client.predict(served.job["id"], [{"text": "a1"}, {"text": 3}, {"other": "a"}])
     assert [row["prediction"] is None for row in answer["data"]] == [False, True, True]
@@ -136,18 +154,19 @@ def test_a_chat_with_an_adapter_is_framed_and_ends_as_it_was_trained(served, tmp
         assert len(parts) > 2 and engine.text(**asked) == ""
 
 
-def test_a_chat_with_an_adapter_of_rows_asks_as_the_rows_did(served) -> None:
+def test_a_chat_with_an_adapter_of_rows_asks_as_the_rows_did(served, tmp_path: Path) -> None:
     """The model has a chat template; what was trained has not, and the last message is its row."""
-    folder = served.daemon.store / "adapters" / served.job["id"]
-    task = read_trained_task(folder)
-    assert task is not None and task.framing != "chat template"
+    folder = served.client.download_adapter(served.job["id"], tmp_path / "adapter")
+    task = TrainedTask(format="completion", columns={"prompt": "text"})
+    (folder / TASK_NAME).write_text(to_text(task))
     loaded = load_model("tiny:llama")
     expected = Predictor.of(loaded, task).prompt("a1")
     turns = [{"role": "user", "content": "a1"}]
     framed = loaded.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
     asked = {"model": "tiny:llama", "adapter": str(folder), "max_new_tokens": 3, "prompt": turns}
     parts = Asked().parts(**asked)
-    assert parts[0] == {"prompt_tokens": len(expected)} != {"prompt_tokens": len(framed)}
+    assert parts[0] == {"prompt_tokens": len(expected)}
+    assert list(expected) != list(framed)
     assert Asked().text(**asked) == Asked().text(**asked | {"prompt": list(expected)})
 
 
@@ -194,7 +213,7 @@ def test_a_client_that_goes_leaves_the_model_to_the_next(served) -> None:
     name = served.job["id"]
     impatient = Client(served.daemon.address, timeout_s=0.5)
     with pytest.raises(DeviceError):
-        impatient.predict(name, ["a" * 20] * 1000)
+        impatient.predict(name, ["a" * 500] * 1000)
     began = time.monotonic()
     assert served.client.predict(name, ["a"])["predicted"] == 1
     assert time.monotonic() - began < 20

@@ -27,6 +27,7 @@ __all__ = [
     "ROPE_TYPES",
     "Family",
     "UnknownTrait",
+    "architectures",
     "decoder_dims",
     "dims_of",
     "quiet_transformers",
@@ -48,6 +49,23 @@ _COUNTS = (
 )
 _MOST = 10_000
 """Most layers or experts: each has an entry in lists that are built before the weights are read."""
+
+
+def architectures(config: dict[str, Any], where: str) -> list[str]:
+    """Return the classes that a `config.json` names; ModelError if that is no list of names.
+
+    Args:
+        where: the model, for the message.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{where}: config.json has `architectures` of a wrong type",
+            expected="a list of the names of transformers' classes",
+            received=repr(names)[:100],
+            hint="copy the model again",
+        )
+    return names
 
 
 class UnknownTrait(ModelError):

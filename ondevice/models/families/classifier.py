@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import Family, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.families.base import (
+    Family,
+    UnknownTrait,
+    architectures,
+    read_size,
+    refuse_quantised,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -246,8 +252,7 @@ def _refuse(target: str) -> NoReturn:
     raise ModelError("an encoder's layers take no adapter here", received=f"linear layer {target}")
 
 
-def has_head(config: dict[str, Any]) -> bool:
-    """Return True if the weights have a classification head."""
-    return any(
-        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
-    )
+def has_head(config: dict[str, Any], where: str) -> bool:
+    """Return True if the weights have a classification head; errors are those of `architectures`."""
+    names = architectures(config, where)
+    return any(name.endswith("ForSequenceClassification") for name in names)

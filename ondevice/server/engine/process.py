@@ -21,6 +21,7 @@ from typing import Any
 
 from ondevice.api.predict import Predictor, read_input
 from ondevice.artifact.adapter import load_adapter
+from ondevice.core.errors import ConfigError
 from ondevice.data.tasks.trained import TrainedTask
 from ondevice.generation.batch import Batch
 from ondevice.generation.generator import Generator as Framing
@@ -52,14 +53,14 @@ class Opened:
     predictor: Predictor | None
     """Frames the last message of a chat; None if the training had conversations."""
 
-    def prompt_of(self, prompt: Any) -> Any:
-        """Return the last message as the prompt of a row, in tokens, if the training had rows and
-        no conversations; return any other prompt unchanged."""
+    def row_of(self, prompt: Any) -> str | None:
+        """Return the last message as the text of a row, if the training had rows and no
+        conversations; None for any other prompt."""
         if self.predictor is None or not isinstance(prompt, list):
-            return prompt
+            return None
         if not prompt or not isinstance(prompt[-1], dict):
-            return prompt
-        return list(self.predictor.prompt(prompt[-1]["content"]))
+            return None
+        return str(prompt[-1]["content"])
 
 
 class Work:
@@ -122,11 +123,33 @@ class Work:
         job = arguments.pop("job")
         longest = len(str(arguments["prompt"])) + (arguments.get("max_new_tokens") or 0)
         opened = self._open(longest, job, **place)
-        arguments["prompt"] = opened.prompt_of(arguments["prompt"])
+        text = opened.row_of(arguments["prompt"])
+        if text is not None and opened.predictor is not None:
+            task = opened.predictor.task
+            if task.has_candidates:
+                self._pick(number, opened.predictor, text, arguments.get("top"))
+                return
+            arguments["prompt"] = list(opened.predictor.prompt(text))
+            if task.format == "qa":  # an answer to a question is one line
+                arguments["stop"] = [*arguments.get("stop", ()), "\n"]
         completion = Completion(opened.framing, opened.vocab, **arguments)
         self.channel.send({"id": number, "part": completion.first()})
         self.completions[number] = completion
         self.waiting.append((number, job))
+
+    def _pick(self, number: int, predictor: Predictor, text: str, top: int | None) -> None:
+        """Reply with the likeliest label: nothing was trained to end a text behind a label."""
+        if top is not None:
+            raise ConfigError(
+                "a label has no probabilities of its tokens",
+                expected="no logprobs for a model that picks labels",
+                hint="POST /v1/predict has the probability of each label",
+            )
+        label = str(predictor.one(text).prediction)
+        self.channel.send({"id": number, "part": {"prompt_tokens": len(predictor.prompt(text))}})
+        self.channel.send({"id": number, "part": {"text": label, "tokens": []}})
+        tokens = len(predictor.tokenizer(label, add_special_tokens=False)["input_ids"])
+        self._end(number, {"finish": "stop", "completion_tokens": tokens})
 
     def _open(
         self, tokens: int, job: dict[str, Any] | None, model: str | None, artifact: str | None,
