@@ -173,7 +173,7 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
         ("eval", "un essai", "--data", "les tickets.csv", "--json"),
         ("chat", "un essai", "--prompt", "Wo bleibt meine Rechnung?"),
         ("convert", "un essai", "--to", "gguf", "--out", "modèle.gguf"),
-        ("convert", "un essai", "--to", "ollama", "--out", "pour ollama"),
+        ("convert", "un essai", "--to", "mlx", "--out", "pour mlx"),
         ("fuse", MODEL, "un essai", "--out", "fusionné"),
         ("python", PYTHON),
     )
@@ -186,9 +186,9 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
     assert 0 <= rated["accuracy"] <= 1 and rated["rows"] == 12
     assert any(team in said for team in TEAMS)
     assert (folder / "modèle.gguf").read_bytes().startswith(b"GGUF")
-    assert "FROM " in (folder / "pour ollama" / "Modelfile").read_text("utf-8")
+    assert (folder / "pour mlx" / "adapters.safetensors").is_file()
     assert (folder / "fusionné" / "model.safetensors").is_file()
-    for made in ("un essai/adapter", "fusionné", "pour ollama"):
+    for made in ("un essai/adapter", "fusionné", "pour mlx"):
         assert TEAMS[0] in (folder / made / "README.md").read_text("utf-8")
         assert json.loads((folder / made / "ondevice_task.json").read_text("utf-8"))
     assert "method.learning_rate" in python

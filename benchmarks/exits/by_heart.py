@@ -106,6 +106,16 @@ class Work(Trained):
             ondevice("convert", self.run, "--to", form, "--out", out, *options)
         return out
 
+    def is_refused(self) -> bool:
+        """Return True if `convert --to ollama` refuses these labels, which differ in tokens."""
+        try:
+            self.converted("ollama")
+        except RuntimeError as refused:
+            if "behind the shorter labels" not in str(refused):
+                raise
+            return True
+        return False
+
     def questions(self) -> list[list[dict[str, str]]]:
         """Return each row as messages, the last of them the user's: what a person would type."""
         if self.name == "chat":
@@ -215,11 +225,16 @@ def ask(work: Work, names: list[str]) -> list[dict[str, Any]]:
     wanted = [answer_of(row).strip() for row in work.rows]
     rows = []
     for name in names:
-        found = [reply.strip() for reply in EXITS[name](work)]
-        wrong = [pair for pair in zip(wanted, found, strict=True) if pair[0] != pair[1]]
-        rows.append({"format": work.name, "exit": TITLES[name], "rows": len(wanted),
-                     "right": len(wanted) - len(wrong)})  # fmt: skip
-        print(rows[-1], wrong[:3], flush=True)
+        row = {"format": work.name, "exit": TITLES[name], "rows": len(wanted), "right": None}
+        wrong: list[tuple[str, str]] = []
+        if name == "ollama" and work.name == "classification" and work.is_refused():
+            print("refused by convert:", end=" ")
+        else:
+            found = [reply.strip() for reply in EXITS[name](work)]
+            wrong = [pair for pair in zip(wanted, found, strict=True) if pair[0] != pair[1]]
+            row["right"] = len(wanted) - len(wrong)
+        rows.append(row)
+        print(row, wrong[:3], flush=True)
     return rows
 
 
@@ -242,7 +257,8 @@ def main() -> None:
             rows += ask(Work(folder, name, args), args.exits.split(","))
     notes = [
         f"{args.model}, MeSP at a rate of 0.002, {args.steps} steps of 4 rows, greedy answers; the"
-        " GGUF file is float16, the phone's program float32."
+        " GGUF file is float16, the phone's program float32. Ollama refuses labels that differ in"
+        " tokens, as these do: nothing ends a text behind the shorter ones."
     ]
     finish("exits/by_heart", rows, args, columns=COLUMNS, notes=notes,
            title="Rows learned by heart, asked through every way out")  # fmt: skip

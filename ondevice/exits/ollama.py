@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import ConfigError
 from ondevice.core.process import own_version
 from ondevice.data.tasks.chat_template import CLOCK, ChatTemplate, apply_template, end_marks
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask
@@ -99,6 +100,28 @@ def write(request: Request, folder: Path) -> Checked:
     atomic_write(folder / MARKER, text)
     create = f"cd {request.out} && ollama create {request.out.name} -f {MARKER}"
     return replace(checked, notes=tuple(dict.fromkeys((*checked.notes, *notes, create))))
+
+
+def check(request: Request) -> None:
+    """Refuse what `gguf.check` refuses, and labels that differ in tokens: nothing was trained to end
+    a text behind a label, so a count of tokens ends it, and Ollama goes on behind the shorter ones."""
+    gguf.check(request)
+    if request.task is None:
+        return
+    tokenizer: Any = load_tokenizer(str(request.model), request.revision)
+    labels = sorted(set(request.task.labels.values()))
+    counts = [
+        len(tokenizer(f" {label}", add_special_tokens=False)["input_ids"]) for label in labels
+    ]
+    if len(set(counts)) > 1:
+        pairs = zip(labels[:5], counts[:5], strict=True)
+        raise ConfigError(
+            "Ollama would write on behind the shorter labels of this task",
+            expected="labels that have the same number of tokens",
+            received="tokens of " + ", ".join(f"{label!r}: {count}" for label, count in pairs),
+            hint="`ondevice predict`, the daemon or --to executorch pick a label; --to gguf is for"
+            " programs that compare the labels' probabilities",
+        )
 
 
 def modelfile(tokenizer: Any, task: TrainedTask | None) -> tuple[str, list[str]]:
@@ -201,5 +224,5 @@ FORM = Form(
     marker=MARKER,
     dtypes=gguf.DTYPES,
     merged=True,
-    check=gguf.check,
+    check=check,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
-from ondevice.core.errors import ArtifactError
+from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, to_text
 from ondevice.exits import convert
 from ondevice.exits.ollama import modelfile
@@ -167,6 +167,23 @@ def test_ollama_gets_the_plain_prompt_of_what_was_trained_without_a_chat_templat
     text, _ = modelfile(Fake(CHAT_TEMPLATE), CLASSES)
     assert 'TEMPLATE """{{ .Prompt }}"""' in text and "im_start" not in text
     assert "PARAMETER num_predict 2\n" in text
+
+
+def test_ollama_takes_no_labels_that_differ_in_tokens(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    """It ends an answer by a count of tokens: "spam" became "spam spam" next to "can wait"."""
+    labels = {"a": "yes", "b": "not now"}
+    task = CLASSES.model_copy(update={"labels": labels})
+    adapter = with_task(cases["llama"], tmp_path / "adapter", task)
+    options = {"model": str(cases["llama"].model), "dry_run": True}
+    with pytest.raises(ConfigError) as caught:
+        convert(adapter, "ollama", tmp_path / "out", **options)
+    assert caught.value.received == "tokens of 'not now': 8, 'yes': 4"
+    assert convert(adapter, "gguf", tmp_path / "out.gguf", **options).bytes == 0
+    same = CLASSES.model_copy(update={"labels": {"a": "yes", "b": "new"}})
+    adapter = with_task(cases["llama"], tmp_path / "same", same)
+    assert convert(adapter, "ollama", tmp_path / "out", **options).bytes == 0
 
 
 def test_every_end_token_has_a_key_a_name_that_llama_cpp_knows_or_is_said(tmp_path: Path) -> None:
