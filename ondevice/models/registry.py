@@ -88,7 +88,7 @@ def family_of(config: dict[str, Any], where: str) -> type[Family]:
     """
     kind = config.get("model_type")
     writes = any(name.endswith(_WRITERS) for name in architectures(config, where))
-    if config.get("is_decoder") or writes or (isinstance(kind, str) and _family(kind)):
+    if not isinstance(kind, str) or config.get("is_decoder") or writes or _family(kind):
         return family_for(kind, where)
     if kind in ENCODERS:
         return Classifier

@@ -157,6 +157,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor of another shape": (edit_weights(lambda t: t.update({NORM: torch.ones(3)})), NORM),
     "other family": (edit(model_type="phi99"), "models of type 'phi99' are not supported"),
     "no family": (edit(model_type=...), "model_type None"),
+    "family is a list": (edit(model_type=["llama"], architectures=...), "model_type ['llama']"),
     "classes are a number": (edit(architectures=7), "`architectures` of a wrong type"),
     "a class is a number": (edit(architectures=[7]), "`architectures` of a wrong type"),
     "no sizes": (edit(hidden_size=...), "'hidden_size'"),
