@@ -51,7 +51,7 @@ COLUMNS = [
     {"key": "kl", "title": "KL", "digits": 3},
     {"key": "write_s", "title": "Writing a step's answers (s)", "digits": 3},
     {"key": "step_s", "title": "Step (s)", "digits": 3},
-    {"key": "peak_bytes", "title": "Peak on the GPU", "unit": "bytes"},
+    {"key": "peak_bytes", "title": "Peak on the GPU (MB)", "scale": 1e-6, "digits": 0},
 ]
 
 
