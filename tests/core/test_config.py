@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 import pytest
 from pydantic import Field
 
+from ondevice.core import config_errors
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 
@@ -95,3 +96,18 @@ def test_docstrings_below_the_fields_describe_them() -> None:
         name: part["description"] for name, part in properties.items() if "description" in part
     } == told
     assert Described.model_json_schema()["properties"]["anew"]["description"] == "The base's."
+
+
+def test_of_thousands_of_unknown_keys_a_near_name_is_looked_for_to_those_that_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look takes a hundredth of a second: a run file of 60 kB took a minute."""
+    looked: list[str] = []
+    nearest = config_errors.nearest
+    monkeypatch.setattr(
+        config_errors, "nearest", lambda key, known: looked.append(key) or nearest(key, known)
+    )
+    with pytest.raises(ConfigError) as caught:
+        Train.parse({f"key{n}": n for n in range(900)}, "run.yaml")
+    assert looked == [f"key{n}" for n in range(config_errors.MOST_PROBLEMS)]
+    assert "and 880 more" in str(caught.value)
