@@ -9,10 +9,8 @@ import torch
 
 openai = pytest.importorskip("openai", reason="a development package")
 
-from ondevice.api.predict import Predictor  # noqa: E402
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
-from ondevice.data.tasks.trained import read_trained_task  # noqa: E402
 from ondevice.generation.generator import generator_of  # noqa: E402
 from ondevice.generation.prompt import prompt_ids  # noqa: E402
 from ondevice.models import load_model  # noqa: E402
@@ -99,24 +97,24 @@ def test_a_stream_says_the_same_in_pieces(client) -> None:
 
 
 def test_an_adapter_is_a_model_and_is_swapped_in_and_out(client, served, loaded) -> None:
+    """In texts; a chat with this adapter has one of its labels (tests/server/test_predict.py)."""
     adapted = load_model(MODEL)
     folder = served.daemon.store / "adapters" / served.job["id"]
     apply_adapter(adapted, load_adapter(folder))
-    task = read_trained_task(folder)
-    assert task is not None and task.framing != "chat template"
-    as_trained = Predictor.of(adapted, task).prompt("Why?")
-    as_chat = prompt_ids(loaded.tokenizer, PLAIN, "")
-    assert list(as_trained) != list(as_chat)
-    asked = {"messages": TURNS, "temperature": 0, "max_tokens": 6, "logprobs": True}
-    base = (MODEL, loaded, as_chat)
-    for name, own, prompt in (base, (served.job["id"], adapted, as_trained), base):
-        answer = client.chat.completions.create(model=name, **asked)
+    prompt = prompt_ids(loaded.tokenizer, PLAIN, "")
+    asked = {"prompt": list(prompt), "temperature": 0, "max_tokens": 6, "logprobs": 1}
+    base = (MODEL, loaded)
+    said = []
+    for name, own in (base, (served.job["id"], adapted), base):
+        answer = client.completions.create(model=name, **asked)
         expected = [
             token.log_probability
             for token in generator_of(own).tokens(list(prompt), max_new_tokens=6)
         ]
-        found = [entry.logprob for entry in answer.choices[0].logprobs.content]
+        found = answer.choices[0].logprobs.token_logprobs
         assert found == pytest.approx(expected[: len(found)], abs=1e-5) and answer.model == name
+        said.append(found)
+    assert said[0] == pytest.approx(said[2]) != pytest.approx(said[1], abs=1e-5)
 
 
 def test_probabilities_are_those_of_the_logits(client, loaded) -> None:
