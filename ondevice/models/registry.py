@@ -84,7 +84,7 @@ def family_of(config: dict[str, Any], where: str) -> type[Family]:
 
     Raises:
         ModelError: as `family_for`; or it is an encoder for which no head is known; or
-            `architectures` is no list of names.
+            `architectures` has a wrong type.
     """
     kind = config.get("model_type")
     writes = any(name.endswith(_WRITERS) for name in architectures(config, where))

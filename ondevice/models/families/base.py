@@ -52,7 +52,7 @@ _MOST = 10_000
 
 
 def architectures(config: dict[str, Any], where: str) -> list[str]:
-    """Return the classes that a `config.json` names; ModelError if that is no list of names.
+    """Return the classes that a `config.json` names; ModelError unless they are a list of names.
 
     Args:
         where: the model, for the message.
