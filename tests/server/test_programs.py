@@ -18,6 +18,7 @@ from benchmarks.serve.clients import complete, get, request
 from ondevice.artifact.adapter import Adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import BusyError
+from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, to_text
 from ondevice.planning.devices import find_device
 from ondevice.server.engine import model
 from tests.programs import program
@@ -110,6 +111,18 @@ def test_an_adapter_takes_part_and_comes_off_again(daemon: DaemonProcess, tmp_pa
     for found, expected in zip(*rows, strict=True):
         check_rows(found, expected)
     assert rows[0][0]["data"] != rows[0][1]["data"]
+
+
+def test_a_chat_with_an_adapter_that_picks_labels_has_the_label_of_the_model(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    task = TrainedTask(format="classification", labels={"a": "yes", "b": "no"})
+    save_adapter(adapter_of(program(NAME)), tmp_path / "adapter", {TASK_NAME: to_text(task)})
+    name = daemon.client.upload("adapter", tmp_path / "adapter")["id"]
+    messages = [{"role": "user", "content": "Hello"}]
+    found, expected = both(daemon, "chat/completions", messages=messages, adapter=name)
+    assert found["choices"] == expected["choices"] and found["usage"] == expected["usage"]
+    assert found["choices"][0]["message"]["content"] in ("yes", "no")
 
 
 def check_rows(found: dict[str, Any], expected: dict[str, Any]) -> None:

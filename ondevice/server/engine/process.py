@@ -127,7 +127,11 @@ class Work:
         if text is not None and opened.predictor is not None:
             task = opened.predictor.task
             if task.has_candidates:
-                self._pick(number, opened.predictor, text, arguments.get("top"))
+                predictor = opened.predictor
+                if opened.loaded is None:  # a program that generates scores no labels
+                    program = hold_program(str(place["artifact"]), job)
+                    predictor = program.predictor(task, place["adapter"])
+                self._pick(number, predictor, text, arguments.get("top"))
                 return
             arguments["prompt"] = list(opened.predictor.prompt(text))
             if task.format == "qa":  # an answer to a question is one line
