@@ -128,6 +128,6 @@ class TrainedChat:
             prompt = messages
         elif self._predictor is not None:
             prompt = self._predictor.prompt(text)
-            if self.task is not None and self.task.format == "qa":
-                sampling["stop"] = [*sampling.get("stop", ()), "\n"]
+            if self.task is not None:
+                sampling["stop"] = [*sampling.get("stop", ()), *self.task.stops]
         yield from generator.stream(prompt, **sampling)

@@ -85,6 +85,13 @@ class TaskRecord(StrictConfig):
         """True if an answer is one of several texts, and not generated."""
         return self.format in ("classification", "multiple_choice", "regression")
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer: one to a question is one line."""
+        if self.format == "qa":
+            return ("\n",)
+        return ()
+
     def found_task(self) -> Task | None:
         """Return the task that renders the rows, or None if their format does."""
         if self.template is not None:

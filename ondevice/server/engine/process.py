@@ -134,8 +134,7 @@ class Work:
                 self._pick(number, predictor, text, arguments.get("top"))
                 return
             arguments["prompt"] = list(opened.predictor.prompt(text))
-            if task.format == "qa":  # an answer to a question is one line
-                arguments["stop"] = [*arguments.get("stop", ()), "\n"]
+            arguments["stop"] = [*arguments.get("stop", ()), *task.stops]
         completion = Completion(opened.framing, opened.vocab, **arguments)
         self.channel.send({"id": number, "part": completion.first()})
         self.completions[number] = completion
