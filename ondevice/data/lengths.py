@@ -43,10 +43,10 @@ class RowSizes:
     tokens: tuple[int, ...]
     labels: float
 
-    def longest_of(self, rows: int) -> int:
-        """Return the expected length of the longest of so many rows, in tokens."""
+    def padded_to(self, rows: int, most: int) -> float:
+        """Return the expected length that so many rows are padded to, at most `most`, in tokens."""
         share = (np.arange(len(self.tokens) + 1) / len(self.tokens)) ** rows
-        return round(float(np.diff(share) @ np.array(self.tokens)))
+        return float(np.diff(share) @ [min(most, round_up(length)) for length in self.tokens])
 
 
 @dataclass(frozen=True, slots=True)

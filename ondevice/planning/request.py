@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -38,11 +39,11 @@ class Request:
     """Of the rows (`RowSizes`); None if a step is of the longest rows, all labelled."""
 
     @property
-    def step_tokens(self) -> int:
+    def step_tokens(self) -> float:
         """Tokens of a row in a step, padding included, as they are on average."""
         if self.sizes is None:
             return self.length_tokens
-        return min(self.length_tokens, round_up(self.sizes.longest_of(self.batch_size)))
+        return self.sizes.padded_to(self.batch_size, self.length_tokens)
 
     @property
     def labelled_share(self) -> float:
@@ -100,7 +101,8 @@ def _on_this_cpu(request: Request) -> float:
     """Return the seconds of a step on this machine's CPU: those of its blocks as two of them take
     them, and of its head's operations; or of all operations, if blocks cannot be measured."""
     dims, method = request.dims, request.method
-    rows, length = request.batch_size, request.step_tokens
+    rows, average = request.batch_size, request.step_tokens
+    length = min(request.length_tokens, round_up(math.ceil(average)))
     blocks = None
     if request.dtype == "float32":
         blocks = blocks_s(dims, method, rows, length)
@@ -108,10 +110,11 @@ def _on_this_cpu(request: Request) -> float:
     flops = work(dims, method, rows, length, 0).flops
     if blocks is not None:
         head = flops - work(replace(dims, vocab=1), method, rows, length, 0).flops
-        labelled = max(1, round(rows * length * request.labelled_share))
-        rate = product_rate(labelled, dims.hidden, dims.vocab)
-        return blocks + head * request.labelled_share / rate
-    compute_s = flops / product_rate(rows * length, max(dims.hidden, 1), max(dims.intermediate, 1))
+        labels = average * request.labelled_share
+        rate = product_rate(max(1, round(rows * labels)), dims.hidden, dims.vocab)
+        return blocks * average / length + head * labels / length / rate
+    rate = product_rate(rows * length, max(dims.hidden, 1), max(dims.intermediate, 1))
+    compute_s = flops * average / length / rate
     if measured := runtime_of(method.name):
         compute_s += measured.block_s * dims.layers
     return compute_s

@@ -129,7 +129,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 MOST_BLOCK_PARAMETERS = 1 << 23
 """Of a block that is measured; a larger one's step is estimated from its operations."""
-MOST_TOKENS = 256
+MOST_TOKENS = 512
 """Of a step that is measured; one with more takes as much longer. So a plan takes neither the
 memory nor the time of the run that it is for."""
 BLOCKS = 2
