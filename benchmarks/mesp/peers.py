@@ -58,7 +58,10 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, all computed again": {"recompute": "all"},
     "ours, nothing computed again": {"recompute": "none"},
     "ours, inputs on the host": {"recompute": "all", "activations": "host"},
+    "ours, in Unsloth's memory": {"recompute": (8, 1, 1), "activations": "host"},
 }
+"""In Unsloth's memory: the inputs on the host make room for attention's output of 8 layers, and for
+gate and up and the projections of one."""
 METHODS = (*OURS, "peft + liger", "Unsloth")
 COLUMNS = [
     {"key": "model", "title": "Model"},

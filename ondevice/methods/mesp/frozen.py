@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.core.manifest import TensorPort, port
-from ondevice.methods.mesp.torch.weights import Dense
+from ondevice.methods.mesp.torch.kernels import Dense
 from ondevice.nn.calibrated import Grid, nearest_grid
 from ondevice.nn.quantized import GROUP
 from ondevice.runtime_ops.quantized import quantize_q8_rows

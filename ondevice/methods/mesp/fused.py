@@ -20,9 +20,8 @@ from ondevice.core.program import FUSED, ProgramModule
 from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, OneBlock
 from ondevice.methods.mesp.frozen import Int8Matrix, Q4Matrix
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
-from ondevice.methods.mesp.torch.weights import Dense
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:

@@ -58,7 +58,10 @@ def room_bytes(request: Any, config: MespConfig) -> int:
     needed += sum(
         MEMORY.step(dims, config, request.batch_size, request.length_tokens, item).values()
     )
-    needed += 3 * gpu_chunk_tokens(tokens) * dims.intermediate * item  # wider than a CPU's chunk
+    chunk = gpu_chunk_tokens(tokens)
+    needed += 3 * chunk * dims.intermediate * item  # wider than a CPU's chunk
+    if config.bits and chunk < tokens:  # the MLP's matrices are dense for all chunks
+        needed += 3 * dims.hidden * dims.intermediate * item
     return int(SHARE * request.device.usable_bytes) - needed
 
 

@@ -78,10 +78,11 @@ class Attention(BlockLayers):
             )
             q, k, v = self.linear(block, "qkv_proj", n).split(widths, -1)
             return q, k, v, None
-        q = self.linear(block, "q_proj", n)
-        k = v = self.linear(block, "k_proj", n)
-        if self.traits.has_values(block.layer):
-            v = self.linear(block, "v_proj", n)
+        parts = QKV if self.traits.has_values(block.layer) else QKV[:2]
+        inner = self.inner(block, parts, n)
+        pairs = zip(parts, inner, strict=True)
+        projected = [self.linear(block, part, n, h=h) for part, h in pairs]
+        q, k, v = (*projected, projected[1])[:3]
         if not self.traits.output_gate:
             return q, k, v, None
         # Behind each head's query is its gate.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,13 +102,45 @@ class BlockLayers:
         self.apart: RowsApart | BranchesApart | None = None
         """Of the current batch, if its sequences have several rows each."""
 
-    def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return [N, inputs] -> [N, outputs]; with `into` the result is added there."""
+    def linear(
+        self,
+        block: Block,
+        target: str,
+        x: Tensor,
+        into: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> Tensor:
+        """Return [N, inputs] -> [N, outputs]; with `into` the result is added there.
+
+        Args:
+            h: x A^T, if it is known.
+        """
         layer = block.linears[target]
         y = self.kernels.frozen_linear(x, layer.matrix, layer.bias, into)
         if layer.b is None:
             return y
-        return self.kernels.add_product(y, layer.h(x), cast(layer.b, x.dtype), layer.scale)
+        if h is None:
+            h = layer.h(x)
+        return self.kernels.add_product(y, h, cast(layer.b, x.dtype), layer.scale)
+
+    def inner(self, block: Block, targets: Sequence[str], x: Tensor) -> list[Tensor | None]:
+        """Return h = x A^T of layers that have one input, by one product if that is quicker: x is
+        read once. None: the layer has no adapter, or computes it by itself."""
+        if not self.kernels.fused:
+            return [None] * len(targets)
+        return self._inner_at_once([block.linears[target] for target in targets], x)[1]
+
+    @staticmethod
+    def _inner_at_once(
+        layers: Sequence[Linear], x: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return A of all layers, one below the other in new memory, and each layer's h."""
+        adapted = [cast(layer.a, x.dtype) for layer in layers if layer.a is not None]
+        if not adapted:
+            return None, [None] * len(layers)
+        a = torch.cat(adapted)
+        parts = iter(functional.linear(x, a).split([len(one) for one in adapted], -1))
+        return a, [None if layer.a is None else next(parts) for layer in layers]
 
     def linear_backward(
         self,
@@ -142,20 +174,21 @@ class BlockLayers:
         layer = block.linears[target]
         if layer.a is None or layer.b is None:
             return None, None
-        h = layer.h(x)
         if gh is None:
-            gh = self.h_backward(layer, g)
-        assert gh is not None  # noqa: S101 - the layer has an adapter
+            gh = self.lower(layer, g)
         ga = cast(torch.mm(gh.t(), x), torch.float32)  # Eq. 10: gh^T x
-        # Eq. 12: scale h^T g; scaled in float32, so that a half-precision sum of many tokens cannot
-        # underflow again.
-        return (ga, cast(torch.mm(h.t(), g), torch.float32) * layer.scale), gh
+        return (ga, self.outer(layer, layer.h(x), g)), gh
 
-    def h_backward(self, layer: Linear, g: Tensor) -> Tensor | None:
-        """Return Eq. 11, scale g B^T: the gradient of h; None if the layer has no adapter."""
-        if layer.b is None:
-            return None
+    def lower(self, layer: Linear, g: Tensor) -> Tensor:
+        """Return Eq. 11, scale g B^T: the gradient of h of a layer with an adapter."""
+        assert layer.b is not None  # noqa: S101 - the layer has an adapter
         return functional.linear(g, cast(layer.b, g.dtype)) * layer.scale
+
+    @staticmethod
+    def outer(layer: Linear, h: Tensor, g: Tensor) -> Tensor:
+        """Return Eq. 12, scale h^T g: the gradient of B, float32; scaled in float32, so that a
+        half-precision sum of many tokens cannot underflow again."""
+        return cast(torch.mm(h.t(), g), torch.float32) * layer.scale
 
     def input_backward(
         self, block: Block, target: str, g: Tensor, gh: Tensor | None, into: Tensor | None = None
@@ -241,10 +274,40 @@ class BlockLayers:
     ) -> Tensor | None:
         """Return the gradient of n from those of the outputs of linear layers, by part; None if
         `last` says that nothing below is trained."""
+        if self.kernels.fused:
+            return self._inputs_backward_at_once(block, n, g, on_gradient, last)
         gn: Tensor | None = None
         for part, gradient in g.items():
             if not last:
                 gn = self.linear_backward(block, part, n, gradient, on_gradient, gn)
             elif (gradients := self.lora_backward(block, part, n, gradient)[0]) is not None:
                 on_gradient(part, *gradients)
+        return gn
+
+    def _inputs_backward_at_once(
+        self,
+        block: Block,
+        n: Tensor,
+        g: Mapping[str, Tensor],
+        on_gradient: OnGradient,
+        last: bool,
+    ) -> Tensor | None:
+        """See `inputs_backward`: the low-rank products of all layers are one each, so that n and
+        its gradient are read once."""
+        layers = {part: block.linears[part] for part in g}
+        gn: Tensor | None = None
+        if not last:
+            for part, gradient in g.items():
+                gn = self.kernels.frozen_backward(gradient, layers[part].matrix, gn)
+        a, inner = self._inner_at_once(list(layers.values()), n)
+        if a is None:
+            return gn
+        inners = {part: h for part, h in zip(layers, inner, strict=True) if h is not None}
+        gh = torch.cat([self.lower(layers[part], g[part]) for part in inners], -1)
+        ga = cast(torch.mm(gh.t(), n), torch.float32)
+        if gn is not None:  # before the callbacks, which may change A
+            gn = self.kernels.add_product(gn, gh, a)
+        of_a = ga.split([h.shape[1] for h in inners.values()])
+        for (part, h), one in zip(inners.items(), of_a, strict=True):
+            on_gradient(part, one, self.outer(layers[part], h, g[part]))
         return gn

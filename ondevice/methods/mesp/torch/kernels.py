@@ -297,6 +297,16 @@ class Matrix(Protocol):
     def dense(self) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Dense:
+    """A matrix as it is."""
+
+    weight: Tensor
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+
 class TorchKernels:
     """Eager PyTorch over matrices [N, width]; norms in float32 at least, as transformers computes
     them.

@@ -12,6 +12,8 @@ from ondevice.nn.cross_entropy import cast, times
 from ondevice.nn.experts import peft_layout
 from ondevice.nn.low_rank import LowRank
 
+GATE_UP: tuple[str, ...] = ("gate_proj", "up_proj")
+
 
 class Mlp(BlockLayers):
     """The stages of the MLP."""
@@ -25,6 +27,10 @@ class Mlp(BlockLayers):
             gate, up = self.linear(block, "gate_up_proj", n).chunk(2, -1)
             return gate, up
         return self.linear(block, "gate_proj", n), self.linear(block, "up_proj", n)
+
+    def mlp_parts(self) -> tuple[str, ...]:
+        """Return the linear layers of the MLP."""
+        return (*(("gate_up_proj",) if self.traits.fused else GATE_UP), "down_proj")
 
     def sums_parts(self, block: Block) -> bool:
         """Return True if the kernels of SwiGLU add the low-rank parts of the MLP's layers."""
@@ -53,18 +59,19 @@ class Mlp(BlockLayers):
             h = layer.h(n)
             halves = cast(layer.b, n.dtype).chunk(2, -1)
             return gate, up, tuple(LowRank(h, half, layer.scale) for half in halves)
-        layers = [block.linears[target] for target in ("gate_proj", "up_proj")]
+        layers = [block.linears[target] for target in GATE_UP]
         gate, up = kept or [self._frozen(layer, n) for layer in layers]
-        return gate, up, tuple(self._part(layer, n) for layer in layers)
+        inner = self.inner(block, GATE_UP, n)
+        return gate, up, tuple(self._part(*one, n.dtype) for one in zip(layers, inner, strict=True))
 
     def _frozen(self, layer: Linear, x: Tensor) -> Tensor:
         return self.kernels.frozen_linear(x, layer.matrix, layer.bias, None)
 
     @staticmethod
-    def _part(layer: Linear, x: Tensor) -> LowRank | None:
-        if layer.b is None:
+    def _part(layer: Linear, h: Tensor | None, dtype: torch.dtype) -> LowRank | None:
+        if layer.b is None or h is None:
             return None
-        return LowRank(layer.h(x), cast(layer.b, x.dtype), layer.scale)
+        return LowRank(h, cast(layer.b, dtype), layer.scale)
 
     def glu_down_backward(
         self,
@@ -78,9 +85,9 @@ class Mlp(BlockLayers):
         `gate_up_apart`."""
         g = times(g, self.traits.residual_scale)
         layer = block.linears["down_proj"]
-        gh = self.h_backward(layer, g)
-        part = None
-        if gh is not None and layer.a is not None:
+        gh = part = None
+        if layer.a is not None:
+            gh = self.lower(layer, g)
             part = LowRank(gh, cast(layer.a, g.dtype))
         gact = self.kernels.frozen_backward(g, layer.matrix, None)
         ggate, gup, act = self.kernels.swiglu_parts_backward(*gate_up, gact, (*parts, part))
@@ -127,8 +134,10 @@ class Mlp(BlockLayers):
             return self.linear_backward(
                 block, "gate_up_proj", n, torch.cat((ggate, gup), -1), on_gradient
             )
-        gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
-        return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
+        parts = dict(zip(GATE_UP, (ggate, gup), strict=True))
+        gn = self.inputs_backward(block, n, parts, on_gradient, last=False)
+        assert gn is not None  # noqa: S101 - something below is trained
+        return gn
 
     def other_mlp(self, block: Block, m: Tensor) -> Tensor:
         """Compute m + an MLP that is not the gated one, in m's memory."""

@@ -12,7 +12,7 @@ callback the moment they are there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from ondevice.methods.mesp.torch.block import Block, OnGradient
 from ondevice.methods.mesp.torch.convolution import Convolution
 from ondevice.methods.mesp.torch.delta import Delta
 from ondevice.methods.mesp.torch.kept import Kept
-from ondevice.methods.mesp.torch.kernels import Position
+from ondevice.methods.mesp.torch.kernels import Dense, Position
 from ondevice.methods.mesp.torch.mlp import BehindMlp, Mlp
 from ondevice.nn.cross_entropy import row_chunks
 
@@ -145,6 +145,7 @@ class Blocks:
         if kept.projections:
             kept.tensors["middle"] = m.clone()  # the MLP is added in its memory
         chunks = self._chunks(m)
+        block = self._with_dense_mlp(block, len(chunks))
         inputs = self._layer_inputs(block, len(chunks))
         outputs = [
             s.behind(block, self._mlp(block, chunk, kept), p)
@@ -223,6 +224,7 @@ class Blocks:
     ) -> Tensor:
         """The gradient of the block's middle `m`, in g's memory."""
         chunks = self._chunks(m)
+        block = self._with_dense_mlp(block, len(chunks))
         gradients = self._chunks(g)
         sums = GradientSums(on_gradient, len(chunks))
         gate_up = (kept or Kept()).take("gate_up") or [None] * len(chunks)
@@ -266,6 +268,17 @@ class Blocks:
         gn = s.gate_up_backward(block, n, ggate, gup, on_gradient)
         del ggate, gup, n
         return s.mlp_norm_backward(block, m, gn, g)
+
+    def _with_dense_mlp(self, block: Block, chunks: int) -> Block:
+        """Return the block with the MLP's packed matrices made dense, on a GPU if each would be for
+        every chunk of tokens."""
+        if chunks == 1 or not self.stages.sums_parts(block):
+            return block
+        dense = {
+            part: replace(block.linears[part], matrix=Dense(block.linears[part].matrix.dense()))
+            for part in self.stages.mlp_parts()
+        }
+        return replace(block, linears=block.linears | dense)
 
     def _layer_inputs(self, block: Block, chunks: int) -> tuple[Tensor | None, ...]:
         """Return each chunk's part of `Block.layer_input`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ondevice.methods.mesp.check import check_resident
 from ondevice.methods.mesp.torch.block import OtherMlp
-from ondevice.methods.mesp.torch.kernels import Matrix, Position
+from ondevice.methods.mesp.torch.kernels import Dense, Matrix, Position
 from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.cross_entropy import wide
 from ondevice.nn.layer_inputs import LayerInputs
@@ -71,16 +71,6 @@ class Weights(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A matrix as it is."""
-
-    weight: Tensor
-
-    def dense(self) -> Tensor:
-        return self.weight
 
 
 class Resident:

@@ -15,6 +15,7 @@ import torch
 from ondevice.methods.mesp.torch.graphed import TOKENS, StepGraphs, bucket
 from ondevice.methods.mesp.torch.kernels import TorchKernels
 from ondevice.models.load import tiny_model
+from ondevice.nn.packed import Int8Matrix, pack_model
 from tests.interpreter import needs_interpreter
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 
@@ -99,6 +100,32 @@ def test_what_is_kept_is_not_multiplied_again(recompute, products, monkeypatch) 
         monkeypatch.setattr(kernels, name, counted)
     opened.step(*rows(2, 9, 0), 0, 1e-3)
     assert opened.model.dims.layers == 2 and count == products
+
+
+def test_packed_matrices_of_the_mlp_are_made_dense_once_for_all_chunks(monkeypatch) -> None:
+    """Two rows of 19 tokens: two chunks of 20, or one of all, with the same bits."""
+    made: list[tuple[int, ...]] = []
+    dense = Int8Matrix.dense
+
+    def counted(matrix: Int8Matrix) -> torch.Tensor:
+        made.append(matrix.shape)
+        return dense(matrix)
+
+    monkeypatch.setattr(Int8Matrix, "dense", counted)
+    counts = []
+    for chunk in (20, 40):
+        made.clear()
+        loaded = tiny_model("llama", 1)
+        pack_model(loaded.family, "int8")
+        opened = session(loaded, mlp_chunk_tokens=chunk)
+        opened.model.blocks.stages.kernels = FusedTorch()
+        learned(opened, *rows(2, 19, 4))
+        dims = opened.model.dims
+        inner = {(dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate)}
+        counts.append(sum(shape in inner for shape in made))
+    # Of each of two layers: three forward, and three in the backward pass, where one chunk alone
+    # makes gate and up dense a second time for the gradient of their input.
+    assert counts == [12, 16]
 
 
 def again(run: Any) -> Any:

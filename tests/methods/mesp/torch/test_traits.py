@@ -13,9 +13,9 @@ from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import kernels
 from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
+from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels, TorchKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
-from ondevice.methods.mesp.torch.weights import Dense, plain_norms
+from ondevice.methods.mesp.torch.weights import plain_norms
 from ondevice.nn import delta_rule
 from ondevice.nn.cross_entropy import Loss
 from tests.methods.mesp.torch.plain_block import block_forward
