@@ -58,11 +58,19 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, all computed again": {"recompute": "all"},
     "ours, nothing computed again": {"recompute": "none"},
     "ours, inputs on the host": {"recompute": "all", "activations": "host"},
-    "ours, in Unsloth's memory": {"recompute": (8, 1, 1), "activations": "host"},
 }
-"""In Unsloth's memory: the inputs on the host make room for attention's output of 8 layers, and for
-gate and up and the projections of one."""
-METHODS = (*OURS, "peft + liger", "Unsloth")
+IN_ITS_MEMORY = "ours, in Unsloth's memory"
+KEPT = {
+    ("bfloat16", 1, 2048): (8, 1, 1),
+    ("bfloat16", 1, 8192): (8, 1, 3),
+    ("NF4", 1, 2048): (8, 0, 1),
+    ("NF4", 1, 8192): (8, 1, 1),
+    ("bfloat16", 4, 2048): (8, 1, 3),
+    ("bfloat16", 1, 32768): (8, 2, 1),
+}
+"""`method.recompute` of a step of the 8B shape that takes at most Unsloth's memory, with the blocks'
+inputs on the host: layers that keep attention's output, gate and up, and the projections."""
+METHODS = (*OURS, IN_ITS_MEMORY, "peft + liger", "Unsloth")
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "weights", "title": "Weights"},
@@ -330,15 +338,29 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
     kind = family_for(network.config.model_type, "this benchmark")
     info = SourceInfo("random", None, known_sha256="0")
     loaded = wrap(network, tiny_tokenizer(), kind, info)
-    values = {"bits": bits, **OURS[method]}
-    session: Any = open_session(loaded, method_config("mesp", values), 0, "cuda")
-    del network, loaded
+
+    def opened(values: dict[str, Any]) -> Any:
+        return open_session(loaded, method_config("mesp", {"bits": bits, **values}), 0, "cuda")
+
+    session = opened(OURS.get(method, {"recompute": "all", "activations": "host"}))
+    del network
     torch.cuda.empty_cache()
     adapters = sum(t.nbytes for t in session.optimizer.tensors.values())
     weights = torch.cuda.memory_allocated() - adapters
+    sessions: dict[Any, Any] = {}
+
+    def of_shape(ids: Any) -> Any:
+        if method != IN_ITS_MEMORY:
+            return session
+        shape = ("NF4" if bits else "bfloat16", *ids.shape)
+        if shape not in sessions:  # its memory is that of one shape
+            sessions.clear()
+            kept = KEPT.get(shape, "all")
+            sessions[shape] = opened({"recompute": kept, "activations": "host"})
+        return sessions[shape]
 
     def step(ids: Any, number: int) -> None:
-        session.step(ids.numpy(), ids.numpy().copy(), number, 1e-4)
+        of_shape(ids).step(ids.numpy(), ids.numpy().copy(), number, 1e-4)
 
     return step, weights
 

@@ -457,7 +457,7 @@ Labelled = tuple[Tensor, Tensor]
 ONCE_TOKENS = (128, 512)
 """Tokens whose logits over the whole vocabulary exist at once, at least and at most: enough that
 reading the head costs about as much as the product."""
-ONCE_BYTES = 96 << 20
+ONCE_BYTES = 160 << 20
 """Between the two, the bytes of these logits, float32."""
 
 

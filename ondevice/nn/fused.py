@@ -26,7 +26,10 @@ WIDEST = 1 << 15
 """Widest row that a norm's program takes; it is in registers."""
 MOST_RANK = 64
 """Largest rank that is summed inside a kernel; a larger one is worth a product."""
-VOCAB_BLOCK = 4096
+GLU_TILE = (32, 64)
+"""Rows and columns of a program of SwiGLU: of tiles from 2,048 to 16,384 elements the quickest on an
+H200."""
+VOCAB_BLOCK = 8192
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -161,12 +164,11 @@ def _glu(
         else:
             h, b = part.h, part.b
             arguments += [h, b, h.shape[1], h.stride(0), b.stride(0), b.stride(1), part.scale]
-    tile = (32, 128)
-    grid = (triton.cdiv(width, tile[1]), triton.cdiv(rows, tile[0]))
+    grid = (triton.cdiv(width, GLU_TILE[1]), triton.cdiv(rows, GLU_TILE[0]))
     strides = (gate.stride(0), up.stride(0), third.stride(0))
     given = [part is not None for part in parts]
     _swiglu[grid](
-        gate, up, third, rows, width, *strides, *arguments, *given, backward, inner, *tile,
+        gate, up, third, rows, width, *strides, *arguments, *given, backward, inner, *GLU_TILE,
         num_warps=4,
     )  # fmt: skip
 
@@ -277,10 +279,8 @@ def _low_rank(
     left = tl.load(h + row[:, None] * h_stride + k[None, :], mask=here, other=0.0)
     there = (k < rank)[:, None] & (col < width)[None, :]
     right = tl.load(b + k[:, None] * b_rank + col[None, :] * b_col, mask=there, other=0.0)
-    # A product of half precision is exact in tf32.
-    precision: tl.constexpr = "ieee" if h.dtype.element_ty == tl.float32 else "tf32"
-    product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision=precision)
-    return product * scale
+    # Products of half precision are exact in the float32 sums.
+    return tl.dot(left, right, input_precision="ieee") * scale
 
 
 @triton.jit

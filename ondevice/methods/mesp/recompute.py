@@ -60,7 +60,7 @@ def room_bytes(request: Any, config: MespConfig) -> int:
     )
     chunk = gpu_chunk_tokens(tokens)
     needed += 3 * chunk * dims.intermediate * item  # wider than a CPU's chunk
-    if config.bits and chunk < tokens:  # the MLP's matrices are dense for all chunks
+    if config.bits and 2 * chunk < tokens:  # the MLP's matrices are dense for all chunks
         needed += 3 * dims.hidden * dims.intermediate * item
     return int(SHARE * request.device.usable_bytes) - needed
 

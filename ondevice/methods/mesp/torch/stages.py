@@ -271,8 +271,8 @@ class Blocks:
 
     def _with_dense_mlp(self, block: Block, chunks: int) -> Block:
         """Return the block with the MLP's packed matrices made dense, on a GPU if each would be for
-        every chunk of tokens."""
-        if chunks == 1 or not self.stages.sums_parts(block):
+        every one of many chunks of tokens; two cost less time than the memory is worth."""
+        if chunks <= 2 or not self.stages.sums_parts(block):
             return block
         dense = {
             part: replace(block.linears[part], matrix=Dense(block.linears[part].matrix.dense()))
