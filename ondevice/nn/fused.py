@@ -13,6 +13,8 @@ call those of `triton.language` once they are compiled ones.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,8 @@ GLU_TILE = (32, 64)
 H200."""
 VOCAB_BLOCK = 8192
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Triton's interpreter runs the kernels, not a GPU."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -279,6 +283,9 @@ def _low_rank(
     left = tl.load(h + row[:, None] * h_stride + k[None, :], mask=here, other=0.0)
     there = (k < rank)[:, None] & (col < width)[None, :]
     right = tl.load(b + k[:, None] * b_rank + col[None, :] * b_col, mask=there, other=0.0)
+    if INTERPRETED:  # it multiplies the bits of bfloat16
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     # Products of half precision are exact in the float32 sums.
     return tl.dot(left, right, input_precision="ieee") * scale
 
