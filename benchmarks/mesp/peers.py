@@ -60,16 +60,21 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, inputs on the host": {"recompute": "all", "activations": "host"},
 }
 IN_ITS_MEMORY = "ours, in Unsloth's memory"
-KEPT = {
-    ("bfloat16", 1, 2048): (8, 1, 1),
-    ("bfloat16", 1, 8192): (8, 1, 3),
-    ("NF4", 1, 2048): (8, 0, 1),
-    ("NF4", 1, 8192): (8, 1, 1),
-    ("bfloat16", 4, 2048): (8, 1, 3),
-    ("bfloat16", 1, 32768): (8, 2, 1),
+LITTLE_LOSS: dict[str, Any] = {"recompute": "all", "loss_chunk_tokens": 64}
+FITTING: dict[tuple[str, str, int, int], dict[str, Any]] = {
+    ("8B, 8 layers", "bfloat16", 1, 2048): LITTLE_LOSS,
+    ("8B, 8 layers", "NF4", 1, 2048): LITTLE_LOSS,
+    ("8B, 8 layers", "bfloat16", 1, 8192): {"recompute": (8, 1, 3), "activations": "host"},
+    ("8B, 8 layers", "NF4", 1, 8192): {"recompute": (8, 1, 1), "activations": "host"},
+    ("8B, 8 layers", "bfloat16", 4, 2048): {"recompute": (8, 1, 3), "activations": "host"},
+    ("8B, 8 layers", "bfloat16", 1, 32768): {"recompute": (8, 2, 1), "activations": "host"},
+    ("Qwen3-0.6B", "bfloat16", 1, 128): {"recompute": "all", "loss_chunk_tokens": 32},
+    ("Qwen3-0.6B", "bfloat16", 4, 512): LITTLE_LOSS,
+    ("Qwen3-0.6B", "bfloat16", 4, 2048): {"recompute": "all", "activations": "host"},
 }
-"""`method.recompute` of a step of the 8B shape that takes at most Unsloth's memory, with the blocks'
-inputs on the host: layers that keep attention's output, gate and up, and the projections."""
+"""Settings with which a step takes at most Unsloth's memory: less of the loss at once, or the blocks'
+inputs on the host, which makes room for attention's output of 8 layers, gate and up of one or two,
+and the projections of one to three."""
 METHODS = (*OURS, IN_ITS_MEMORY, "peft + liger", "Unsloth")
 COLUMNS = [
     {"key": "model", "title": "Model"},
@@ -342,6 +347,7 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
     def opened(values: dict[str, Any]) -> Any:
         return open_session(loaded, method_config("mesp", {"bits": bits, **values}), 0, "cuda")
 
+    name = (folder / "name").read_text()
     session = opened(OURS.get(method, {"recompute": "all", "activations": "host"}))
     del network
     torch.cuda.empty_cache()
@@ -352,11 +358,11 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
     def of_shape(ids: Any) -> Any:
         if method != IN_ITS_MEMORY:
             return session
-        shape = ("NF4" if bits else "bfloat16", *ids.shape)
+        shape = (name, "NF4" if bits else "bfloat16", *ids.shape)
         if shape not in sessions:  # its memory is that of one shape
             sessions.clear()
-            kept = KEPT.get(shape, "all")
-            sessions[shape] = opened({"recompute": kept, "activations": "host"})
+            torch.cuda.empty_cache()
+            sessions[shape] = opened(FITTING[shape])
         return sessions[shape]
 
     def step(ids: Any, number: int) -> None:
