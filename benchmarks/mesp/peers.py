@@ -17,6 +17,7 @@ again on a GPU that has the memory. With `--out` the file is written after each 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -361,6 +362,7 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
         shape = (name, "NF4" if bits else "bfloat16", *ids.shape)
         if shape not in sessions:  # its memory is that of one shape
             sessions.clear()
+            gc.collect()  # graphs hold what they read
             torch.cuda.empty_cache()
             sessions[shape] = opened(FITTING[shape])
         return sessions[shape]
