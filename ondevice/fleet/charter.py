@@ -86,8 +86,7 @@ class CommonCharter(StrictConfig):
     """Of the local steps; messages of a zeroth-order fleet round it to float32."""
 
     objective: dict[str, Any] | None = None
-    """The objective over preferences that devices train on: its `name` and its settings. None: the
-    loss of their rows."""
+    """The objective over preferences, by `name` and settings; None: the loss."""
 
     @model_validator(mode="after")
     def _version(self) -> Self:
