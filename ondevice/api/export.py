@@ -20,6 +20,7 @@ from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.models import load_tokenizer
 from ondevice.planning.estimate import plan
 from ondevice.planning.fits import does_not_fit
+from ondevice.training.objective import check_exported
 from ondevice.training.rows import OpenedRows
 
 if TYPE_CHECKING:
@@ -33,10 +34,15 @@ MOST_WAYS = 3
 
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
-    """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target."""
+    """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target.
+
+    Raises:
+        ConfigError: the run's objective is none of the program's.
+    """
     spec = target(config.export.target)
     sections = [config.export]
     settings = config.method
+    check_exported(config.train, settings, config.export)
     if spec.perturbation_scale is not None and "perturbation_scale" in type(settings).model_fields:
         if "perturbation_scale" not in settings.model_fields_set:
             settings = settings.model_copy(update={"perturbation_scale": spec.perturbation_scale})

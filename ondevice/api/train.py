@@ -24,7 +24,7 @@ from ondevice.planning.fits import does_not_fit, memory_limit
 from ondevice.training.callbacks import Callback
 from ondevice.training.check import check_program_run
 from ondevice.training.events import Sink
-from ondevice.training.fit import Options, Trained, fit, rows_of_program
+from ondevice.training.fit import Options, Trained, fit, program_identity, rows_of_program
 from ondevice.training.identity import DATE, iso, recorded_decisions
 from ondevice.training.notebook import NotebookSink
 from ondevice.training.objective import with_objective
@@ -228,10 +228,7 @@ def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: 
     """Run `run_artifact`'s program, once the plan is known to fit."""
     session = target(manifest.target).open(folder, manifest)
     rows = rows_of_program(config, manifest, artifact_tokenizer(folder), options)
-    identity = {
-        "artifact": manifest.files[manifest.program],
-        "learning_rate": config.method.learning_rate,
-    }
+    identity = program_identity(manifest, config)
     return fit(
         session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed
     )

@@ -15,19 +15,17 @@ from ondevice.cli.fleet_carry import carry
 from ondevice.cli.fleet_flower import begin, certificates, device, server
 from ondevice.cli.history import Picture, picture_file
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
-from ondevice.data.examples import refuse_preferences
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.engine import simulate_with_flower
 from ondevice.fleet.frozen import Space, matched
 from ondevice.fleet.log import replay as replay_log
 from ondevice.fleet.member import load_vector, vector_name
-from ondevice.fleet.open import open_for
+from ondevice.fleet.open import check_rows_of, open_for
 from ondevice.fleet.plot import curve_of
 from ondevice.fleet.plot import plot as draw
 from ondevice.fleet.simulate import simulate as simulate_fleet
 from ondevice.fleet.status import status as status_of
 from ondevice.fleet.store import read_file
-from ondevice.training.rows import OpenedRows
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
@@ -75,7 +73,7 @@ def simulate(
     run = FleetRun.load(config, overrides)
     run.check_data()
     if dry_run:
-        refuse_preferences(OpenedRows(run.data).texts())
+        run = check_rows_of(run)
         if json:
             print_json({"config": run.model_dump(mode="json")})
         else:

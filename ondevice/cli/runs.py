@@ -269,9 +269,12 @@ def _finish(trained: Any, json: bool) -> None:
     if values["data"].get("train", {}).get("streamed"):  # at the start only one window was known
         err.print("\n".join(describe_data("train", values["data"]["train"])), markup=False)
     if values["unused_rows"]:
+        first = f", such as {trained.problems[0]}" if trained.problems else ""
         err.print(
-            f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them",
+            f"warning: {values['unused_rows']} rows were not used{first}; "
+            "`ondevice data FILE` lists them",
             markup=False,
+            soft_wrap=True,
         )
     if trained.result.interrupted:
         err.print(

@@ -276,6 +276,11 @@ class InOrder:
     order: Batches
 
     @property
+    def rows(self) -> int:
+        """Rows of the data set."""
+        return self.order.rows
+
+    @property
     def steps_per_epoch(self) -> float:
         """Batches in which every row is seen once."""
         return self.order.steps_per_epoch

@@ -16,6 +16,7 @@ from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.examples import Dataset, Example, Item, Report, check_fit, refuse_unread
 from ondevice.data.pictures import FIELD
+from ondevice.data.readers.objects import NAME
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.tasks.chat import ChatEncoder, common_length
 from ondevice.data.tasks.chat_template import CLOCK, clock, end_marks
@@ -84,6 +85,7 @@ def encode(
         values=rows.values,
         labels=rows.labels,
         task=rows.task,
+        file="" if rows.file == NAME else rows.file,
     )
     for row in rows.items:
         for one in encoder.encoded(row):

@@ -162,8 +162,16 @@ class Dataset:
     labels: Mapping[str, str] = field(default_factory=dict)
     """The classes of classification rows, {label key: label text}, in the candidates' order."""
 
+    file: str = ""
+    """The data in messages: its path or its name; empty for rows that Python holds."""
+
     def __len__(self) -> int:
         return len(self.items)
+
+    def place(self, item: Item) -> str:
+        """Return file and line of a row, for messages."""
+        file = item.file or self.file
+        return f"{file}:{item.line}" if file else f"line {item.line}"
 
     @property
     def truncated(self) -> int:
@@ -200,7 +208,7 @@ def refuse_preferences(rows: Rows) -> None:
     column = {"preference": "chosen", "thumbs": "completion"}.get(rows.format)
     if column is not None:
         raise DataError(
-            f"{rows.file} holds preferences; only `ondevice train` and `run` learn from them",
+            f"{rows.file} holds preferences; only `ondevice train`, `run` and `fleet` learn from them",
             expected="rows with answers to learn",
             received=f"format {rows.format}",
             hint=f"--column prompt=prompt --column completion={column} takes only the {column} texts",

@@ -18,6 +18,7 @@ from ondevice.fleet.agreement import Agreement
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.messages import MOST_NUMBERS, VERSION, Task
 from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
+from ondevice.objectives import Objective, objective
 
 MOST_CHARTER_BYTES = 1 << 20
 
@@ -84,6 +85,9 @@ class CommonCharter(StrictConfig):
     learning_rate: float = Field(gt=0)
     """Of the local steps; messages of a zeroth-order fleet round it to float32."""
 
+    objective: dict[str, Any] | None = None
+    """The objective over preferences, by `name` and settings; None: the loss."""
+
     @model_validator(mode="after")
     def _version(self) -> Self:
         if self.version != VERSION:
@@ -98,6 +102,25 @@ class CommonCharter(StrictConfig):
                 raise ValueError("data.date: not a date and time such as 2026-03-01T09:30:00")
         return self
 
+    @model_validator(mode="after")
+    def _known_objective(self) -> Self:
+        self.learns()
+        return self
+
+    def learns(self) -> Objective | None:
+        """Return the objective over preferences; None if devices train on the loss.
+
+        Raises:
+            ConfigError: it is none that is known here, or has other settings.
+        """
+        if self.objective is None:
+            return None
+        settings = dict(self.objective)
+        made = objective(str(settings.pop("name", "")), **settings)
+        if any(not isinstance(value, int | float) for value in settings.values()):
+            raise ConfigError("settings of an objective are numbers", received=str(settings)[:200])
+        return made
+
     @property
     def date(self) -> datetime | None:
         """The present that the chat template sees on every device, if it writes the date."""
@@ -107,8 +130,12 @@ class CommonCharter(StrictConfig):
         return datetime.fromisoformat(value)
 
     def values(self) -> dict[str, Any]:
-        """Return what `to_bytes` writes."""
-        return self.model_dump(mode="json")
+        """Return what `to_bytes` writes; no objective if it is None, so that a fleet on the loss
+        keeps its number."""
+        values = self.model_dump(mode="json")
+        if values["objective"] is None:
+            del values["objective"]
+        return values
 
     def to_bytes(self) -> bytes:
         """Return the charter as JSON with sorted keys, UTF-8."""
@@ -184,6 +211,10 @@ class Charter(CommonCharter):
             )
         odd = [name for name, value in (("momentum", 0.0), ("open_rounds", 1), ("seeds", "shared"))
                if getattr(self.fleet, name) != value]  # fmt: skip
+        if self.subspace == "given" and self.objective is not None:
+            raise ValueError(
+                "an objective over preferences goes with subspace seed: a gradient's is the loss's"
+            )
         if self.optimizer == "adam" and odd:
             raise ValueError(
                 f"{odd[0]} goes with optimizer sgd: Adam takes the local steps one by one, in their order"

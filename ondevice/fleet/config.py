@@ -3,6 +3,7 @@ simulation."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -23,6 +24,8 @@ from ondevice.fleet.combine import shared_group
 from ondevice.fleet.keys import fingerprints
 from ondevice.fleet.member import load_vector, vector_name
 from ondevice.fleet.messages import UNIT, Outcome
+from ondevice.objectives import objective_names
+from ondevice.training.objective import objective_of
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
@@ -92,9 +95,10 @@ class FleetRun(RunConfig):
             raise ValueError(
                 f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory"
             )
-        if self.train.objective != "loss":
+        if self.train.objective not in ("loss", *objective_names()):
             raise ValueError(
-                f"train.objective {self.train.objective}: a fleet's devices train on the loss"
+                f"train.objective {self.train.objective}: a fleet's devices train on the loss of "
+                "their rows, or on preferences"
             )
         return self
 
@@ -217,6 +221,7 @@ class FleetRun(RunConfig):
             data=self.shared_data(),
             seed=self.train.seed,
             learning_rate=self.method.learning_rate,
+            objective=self.shared_objective(),
             local_steps=self.fleet.local_steps,
             averaging=self.averaging,
         )
@@ -229,6 +234,13 @@ class FleetRun(RunConfig):
         if self.fleet.date is None:
             return values
         return values | {"date": self.fleet.date.isoformat()}
+
+    def shared_objective(self) -> dict[str, Any] | None:
+        """Return the objective over preferences that all devices share; None for the loss."""
+        made = objective_of(self.train)
+        if made is None:
+            return None
+        return {"name": made.name, **asdict(made)}
 
     def charter(self, session: Session, model: Any, device_keys: Path | None = None) -> Charter:
         """Return the charter of this run file's fleet.
@@ -265,6 +277,7 @@ class FleetRun(RunConfig):
             noise=self.method.noise,
             queries=self.method.queries,
             learning_rate=self.method.learning_rate,
+            objective=self.shared_objective(),
             optimizer=optimizer,
             subspace="given" if given else "seed",
             refresh_steps=self.method.refresh_every if given else None,

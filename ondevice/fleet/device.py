@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_write
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.config import DataConfig
 from ondevice.core.errors import OndeviceError
-from ondevice.data import Batches, pad_id_of, read_dataset
+from ondevice.data import pad_id_of, read_dataset
 from ondevice.data.encode import dated
 from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
@@ -34,6 +36,7 @@ from ondevice.fleet.codes import Code, Refusal, code_of, refusing
 from ondevice.fleet.frozen import Frozen, Space, matched
 from ondevice.fleet.keys import REPLY_DOMAIN, DeviceKey, Signed
 from ondevice.fleet.ledger import Ledger, cost_of
+from ondevice.fleet.local import own_batches
 from ondevice.fleet.log import checked as of_fleet
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Refresh, Task, read_event
@@ -43,10 +46,13 @@ from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.stages import read_request
 from ondevice.fleet.standing import Standing
 from ondevice.fleet.store import Store
+from ondevice.training.objective import check_format, check_learns
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
+    from ondevice.data import Batches
     from ondevice.fleet.state import State
+    from ondevice.training.preferences import PreferenceBatches
 
 log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
@@ -394,13 +400,18 @@ def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> Ad
     return AdapterMember(charter, session, batches)
 
 
-def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
+def _open(
+    charter: Charter | AdapterCharter, settings: DeviceSettings
+) -> tuple[Session, Batches | PreferenceBatches]:
     artifact = None
     if settings.artifact is not None:
         artifact = Path(settings.artifact)
     check_method(charter)
     model = settings.model if settings.model or artifact else public_source(charter)
     task = task_of(charter, settings.task)
+    made = charter.learns()
+    if artifact is not None and made is not None:
+        check_learns(made, None, read_manifest(artifact), DataConfig())
     session, tokenizer = open_for(charter, model, artifact)
     length = charter.data.get("max_length_tokens") or 256
     if session.lengths_tokens is not None:
@@ -413,12 +424,24 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
         train_on_prompt=bool(charter.data.get("train_on_prompt")),
         columns=settings.columns,
         strict_columns=settings.strict_columns,
+        preferences=made is not None,
     )
+    if made is not None:
+        check_format(made, rows.format)
     size = settings.batch_size
     if isinstance(charter, Charter):
         size = charter.fleet.batch_rows(len(rows), size)
-    size = session.batch_size or size
-    return session, Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
+    batches = own_batches(
+        made,
+        session,
+        rows,
+        size,
+        charter.seed,
+        pad_id_of(tokenizer),
+        folder=Path(settings.folder),
+        identity={"model": charter.model_sha256, "fleet": f"{charter.id:08x}"},
+    )
+    return session, batches
 
 
 @contextmanager

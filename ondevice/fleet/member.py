@@ -12,6 +12,7 @@ import numpy as np
 from ondevice.core.errors import ArtifactError, FleetError, TrainingError
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.combine import clip
+from ondevice.fleet.local import local_step
 from ondevice.fleet.log import checked
 from ondevice.fleet.messages import Event, Task, TaskReply
 from ondevice.fleet.numbers import Numbers, pack
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ondevice.fleet.agreement import Agreement
     from ondevice.fleet.charter import Charter
     from ondevice.fleet.frozen import Frozen, Space
+    from ondevice.training.preferences import PreferenceBatches
 
 
 def vector_name(session: Session, size: int) -> str:
@@ -86,7 +88,7 @@ class Member:
         self,
         charter: Charter,
         session: Session,
-        batches: Batches,
+        batches: Batches | PreferenceBatches,
         device: int,
         noise: np.random.Generator | None = None,
         space: Space | None = None,
@@ -145,9 +147,9 @@ class Member:
         numbers: list[float] = []
         losses = []
         for step in range(task.local_steps):
-            batch = self.batches.at(task.round * task.local_steps + step)
-            result = self.session.step(
-                batch.ids, batch.labels, task.first_step + step, task.learning_rate
+            number = task.round * task.local_steps + step
+            result, _ = local_step(
+                self.session, self.batches, number, task.first_step + step, task.learning_rate
             )
             numbers += result.projected_gradients
             losses.append(result.loss)

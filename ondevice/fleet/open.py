@@ -17,11 +17,12 @@ from ondevice.fleet.charter import Charter
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.config import FleetRun
 from ondevice.fleet.dates import without_date
-from ondevice.models import load_model
+from ondevice.models import load_model, load_tokenizer
 from ondevice.models.load import artifact_tokenizer
 from ondevice.models.sources import hub
 from ondevice.models.sources.resolve import PACKAGE_PREFIX, TINY_PREFIX
 from ondevice.training.choices import place
+from ondevice.training.objective import check_learns, check_rows, objective_of, with_objective
 from ondevice.training.rows import (
     OpenedRows,
     RunRows,
@@ -51,21 +52,59 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     opened = OpenedRows(config.data)
     length, _ = maximum_length(config.model, opened, when=config.fleet.date)
     assert length is not None  # noqa: S101  `check_data` has refused a run without rows
-    config = config.of_length(length)
+    config = _with_objective(config.of_length(length), opened)
     loaded, placement = _load(config)
     config = without_date(config, loaded.tokenizer)
+    rows = _read(config, opened, loaded.tokenizer, vocabulary_of(loaded))
+    if objective_of(config.train) is None:  # a preference is over the whole vocabulary
+        method = config.method.with_answers(lambda: label_tokens_of_rows(rows.train))
+        config = config.model_copy(update={"method": method})
+    return config, _session(config, loaded, placement), rows, loaded.source
+
+
+def check_rows_of(config: FleetRun) -> FleetRun:
+    """Refuse rows that `open_run` would refuse, without the model's weights; return the run file
+    with the objective of the rows.
+
+    Raises:
+        ConfigError, DataError: as `open_run`.
+    """
+    opened = OpenedRows(config.data)
+    config = _with_objective(config, opened)
+    if objective_of(config.train) is None:
+        opened.texts()
+        return config
+    length, _ = maximum_length(config.model, opened, when=config.fleet.date)
+    assert length is not None  # noqa: S101  `check_data` has refused a run without rows
+    source = config.model
+    _read(config.of_length(length), opened, load_tokenizer(source.source, source.revision))
+    return config
+
+
+def _with_objective(config: FleetRun, opened: OpenedRows) -> FleetRun:
+    """Return the run file with the objective that its rows need."""
+    placement = place(config.method, config.train, config.model.device)
+    train, _ = with_objective(config.train, config.method, placement, opened)
+    return config.model_copy(update={"train": train})
+
+
+def _read(
+    config: FleetRun, opened: OpenedRows, tokenizer: Any, vocabulary: int | None = None
+) -> RunRows:
+    """Read and encode the rows of all devices, and the held-out ones."""
+    length = config.data.max_length_tokens
+    assert length is not None  # noqa: S101  `of_length` has set it
     rows = read_rows_of(
         opened,
-        loaded.tokenizer,
+        tokenizer,
         length,
         config.train.seed,
         when=config.fleet.date,
-        vocabulary=vocabulary_of(loaded),
+        vocabulary=vocabulary,
+        preferences=True,
     )
-    config = config.model_copy(
-        update={"method": config.method.with_answers(lambda: label_tokens_of_rows(rows.train))}
-    )
-    return config, _session(config, loaded, placement), rows, loaded.source
+    check_rows(config.train, rows)
+    return rows
 
 
 def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
@@ -78,6 +117,10 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
     loaded, placement = _load(config)
     config = without_date(config, loaded.tokenizer)
     task = config.data.task
+    made = objective_of(config.train)
+    if made is not None:
+        check_learns(made, config.method, placement, config.data)
+        return config, _session(config, loaded, placement), loaded.source
 
     def answers() -> tuple[tuple[int, ...], str]:
         if task is None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.adapter import save_adapter
-from ondevice.data import Batches
 from ondevice.fleet.averaging.simulate import AveragingSimulation
 from ondevice.fleet.codes import Refusal
 from ondevice.fleet.dates import with_date
 from ondevice.fleet.frozen import Space
+from ondevice.fleet.local import evaluated_preferences, own_batches
 from ondevice.fleet.log import SUFFIX, write_log
 from ondevice.fleet.member import Member, load_vector, vector_name
 from ondevice.fleet.messages import Event, Outcome, TaskReply
@@ -92,9 +92,9 @@ class Simulation:
         seed = config.train.seed
         parts = split(rows.train, simulated.devices, simulated.dirichlet, seed)
         self.row_counts = [len(part) for part in parts]
+        made = self.charter.learns()
         sizes = [
-            session.batch_size or self.charter.fleet.batch_rows(len(part), config.train.batch_size)
-            for part in parts
+            self.charter.fleet.batch_rows(len(part), config.train.batch_size) for part in parts
         ]
         self.name = vector_name(session, self.charter.session_size)
         given = self.charter.subspace == "given"
@@ -106,13 +106,14 @@ class Simulation:
             Member(
                 self.charter,
                 session,
-                Batches(part, sizes[device], session.lengths_tokens, seed, rows.pad),
+                own_batches(made, session, part, sizes[device], seed, rows.pad),
                 device,
                 noise=np.random.default_rng([seed, 4, device]),
                 space=self.space,
             )
             for device, part in enumerate(parts)
         ]
+        self.evaluated = evaluated_preferences(made, session, rows)
         self.giver = int(np.argmax(self.row_counts))
         hostile = round(simulated.hostile * simulated.devices)
         order = np.random.default_rng([seed, 3]).permutation(simulated.devices)
@@ -255,6 +256,8 @@ class Simulation:
     def _evaluate(self, state: State) -> Any:
         """Evaluate an adapter, whose subspace the session is in."""
         load_vector(self.session, state.flat(), self.name)
+        if self.evaluated is not None:
+            return self.evaluated.evaluate(self.session, self.config.train.eval_rows, lambda: False)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(
             self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows

@@ -17,12 +17,16 @@ from ondevice.training.checkpoint import CheckpointStore, RunLock
 from ondevice.training.fit import (
     Options,
     in_steps,
+    model_before,
+    program_identity,
     rows_of_program,
     run_identity,
     with_rows,
 )
 from ondevice.training.loggers import check_installed
 from ondevice.training.loop import check_no_run
+from ondevice.training.objective import objective_of
+from ondevice.training.preferences import check_reference, reference_identity
 from ondevice.training.resume import check_resume
 from ondevice.training.trained import check_base, task_of_adapter
 
@@ -60,7 +64,10 @@ def check_run(config: RunConfig, placement: Placement, options: Options) -> None
         _check_adapter(config, placement, options.adapter)
     store = _check_place(settings, options)
     if options.resume and not options.overwrite:
-        check_resume(store, _start(config, rows, options), settings)
+        model = _source_info(config.model)
+        identity = {"method": config.method.model_dump(mode="json"), "dtype": config.model.dtype}
+        _check_reference(settings, model_before(model, identity, options.adapter), rows)
+        check_resume(store, _start(config, rows, options, model, identity), settings)
 
 
 def check_program_run(
@@ -71,10 +78,22 @@ def check_program_run(
     Raises:
         OndeviceError: as `api.train.run_artifact`.
     """
-    rows_of_program(config, manifest, tokenizer, options)
+    rows = rows_of_program(config, manifest, tokenizer, options)
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), manifest.model, options.adapter)
     _check_place(config.train, options)
+    if options.resume and not options.overwrite:
+        identity = program_identity(manifest, config)
+        before = model_before(manifest.model, identity, options.adapter)
+        _check_reference(config.train, before, rows)
+
+
+def _check_reference(settings: TrainConfig, before: dict[str, str], rows: RunRows) -> None:
+    """Refuse likelihoods before training that are not those of the run that goes on."""
+    made = objective_of(settings)
+    if made is not None and made.has_reference:
+        identity = reference_identity(before, (rows.train, rows.evaluation))
+        check_reference(settings.out, identity)
 
 
 def _check_place(settings: TrainConfig, options: Options) -> CheckpointStore:
@@ -111,17 +130,17 @@ def _source_info(source: ModelConfig) -> SourceInfo:
     return resolve(source.source, source.revision)
 
 
-def _start(config: RunConfig, rows: RunRows, options: Options) -> events.Start:
+def _start(
+    config: RunConfig,
+    rows: RunRows,
+    options: Options,
+    model: SourceInfo,
+    identity: dict[str, Any],
+) -> events.Start:
     """Return the head that the log of the run would have, as far as a resume compares it."""
-    identity = {
-        "method": config.method.model_dump(mode="json"),
-        "dtype": config.model.dtype,
-        **run_identity(config.data, config.train, rows, options),
-    }
-    model = _source_info(config.model)
     return events.Start(
         config=config.model_dump(mode="json"),
-        identity=identity,
+        identity=identity | run_identity(config.data, config.train, rows, options),
         seed=config.train.seed,
         backend="",
         model_source=model.source,

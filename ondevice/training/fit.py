@@ -263,7 +263,7 @@ def fit(
     batches = rows.batches(config.train, config.data.packing, size, session.lengths_tokens)
     settings = in_steps(config.train, batches.steps_per_epoch)
     config = config.model_copy(update={"train": settings})
-    before = {"model": model.sha256, "run": _digest([identity, adapter_identity(options.adapter)])}
+    before = model_before(model, identity, options.adapter)
     identity = identity | run_identity(config.data, settings, rows, options)
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
@@ -389,8 +389,18 @@ def fit(
     )
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def program_identity(manifest: Manifest, config: RunConfig) -> dict[str, Any]:
+    """Return what identifies a run of a program; see `fit`."""
+    return {
+        "artifact": manifest.files[manifest.program],
+        "learning_rate": config.method.learning_rate,
+    }
+
+
+def model_before(model: Any, identity: dict[str, Any], adapter: Path | None) -> dict[str, str]:
+    """Return what identifies the model before the first step; see `fit`."""
+    run = json.dumps([identity, adapter_identity(adapter)], sort_keys=True)
+    return {"model": model.sha256, "run": hashlib.sha256(run.encode()).hexdigest()}
 
 
 def in_steps(settings: TrainConfig, steps_per_epoch: float) -> TrainConfig:

@@ -14,7 +14,7 @@ from ondevice.training.preferences import check_rated
 from ondevice.training.scores import unscored
 
 if TYPE_CHECKING:
-    from ondevice.core.config import DataConfig, TrainConfig
+    from ondevice.core.config import DataConfig, ExportConfig, TrainConfig
     from ondevice.core.method import Placement
     from ondevice.data.rows import Format
     from ondevice.training.rows import OpenedRows, RunRows
@@ -54,13 +54,8 @@ def with_objective(
     name = chosen if chosen in objective_names() else DEFAULTS[kind]
     settings = {key: getattr(train, key) for key in _SETTINGS}
     made = objective(name, **settings)
-    _check_rows(made, kind)
-    if isinstance(runs_on, Manifest):
-        method = method_config(runs_on.method["name"], runs_on.method)
-        _check_program(method, runs_on, made)
-    else:
-        _check_method(method, runs_on)
-    _check_likelihoods(method, opened.data, "preferences")
+    check_format(made, kind)
+    check_learns(made, method, runs_on, opened.data)
     train = train.model_copy(update={"objective": name})
     sentence = f"objective: {name}, beta {made.beta:g}"
     if name != chosen:
@@ -69,7 +64,29 @@ def with_objective(
     return train, (sentence,)
 
 
-def _check_rows(made: Objective, kind: Format) -> None:
+def check_learns(
+    made: Objective, method: Any, runs_on: Placement | Manifest, data: DataConfig
+) -> None:
+    """Refuse a method, a program or settings of rows that do not go with an objective over
+    preferences.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if isinstance(runs_on, Manifest):
+        method = method_config(runs_on.method["name"], runs_on.method)
+        _check_program(method, runs_on.target, runs_on.batch_size, made)
+    else:
+        _check_method(method, runs_on)
+    _check_likelihoods(method, data, "preferences")
+
+
+def check_format(made: Objective, kind: Format) -> None:
+    """Refuse rows of another format than an objective takes.
+
+    Raises:
+        ConfigError: they are.
+    """
     formats = {"pairs": "preference", "thumbs": "thumbs"}
     if kind != formats[made.rows]:
         words = {
@@ -96,22 +113,38 @@ def _check_method(method: Any, placement: Placement) -> None:
         )
 
 
-def _check_program(method: Any, manifest: Manifest, made: Objective) -> None:
+def check_exported(train: TrainConfig, method: Any, export: ExportConfig) -> None:
+    """Refuse to export a program that could not learn from the preferences or the rewards that the
+    run file names.
+
+    Raises:
+        ConfigError: as `with_objective` for the program.
+    """
+    if train.objective == "grpo":
+        writes = export.shared_context is not None
+        _check_answering(method, export.target, export.batch_size, train.group_size, writes)
+    made = objective_of(train)
+    if made is not None:
+        _check_program(method, export.target, export.batch_size, made)
+
+
+def _check_program(method: Any, target_name: str, rows: int, made: Objective) -> None:
+    """Refuse a program of `rows` rows in a step that does not learn from preferences."""
     spec = spec_of(method)
     learns = spec.capability(LearnsPreferences)
-    if learns is None or target(manifest.target).kind not in learns.programs:
+    if learns is None or target(target_name).kind not in learns.programs:
         raise ConfigError(
-            f"a program of {spec.name} for {manifest.target} does not learn from preferences",
+            f"a program of {spec.name} for {target_name} does not learn from preferences",
             expected="a program of mesp",
-            received=f"method {spec.name}, target {manifest.target}",
+            received=f"method {spec.name}, target {target_name}",
             hint="`ondevice export --method mesp` writes one",
         )
-    if manifest.batch_size % made.texts:
+    if rows % made.texts:
         raise ConfigError(
             "the program takes an odd number of rows, and the texts of a pair stay together",
             expected="an even number of rows in a step",
-            received=f"{manifest.batch_size}",
-            hint="export it again with --batch-size 2",
+            received=f"{rows}",
+            hint="export it with --batch-size 2",
         )
 
 
@@ -150,7 +183,8 @@ def _grpo(
         )
     if isinstance(runs_on, Manifest):
         method = method_config(runs_on.method["name"], runs_on.method)
-        _check_answering(method, runs_on, train.group_size)
+        writes = runs_on.written_tokens > 0
+        _check_answering(method, runs_on.target, runs_on.batch_size, train.group_size, writes)
     else:
         _check_writing(method, runs_on.backend)
     spec = spec_of(method)
@@ -183,25 +217,32 @@ def _check_writing(method: Any, backend: str) -> None:
         )
 
 
-def _check_answering(method: Any, manifest: Manifest, group_size: int) -> None:
-    """Refuse a program that cannot answer, or that takes other numbers of rows than a group's."""
+def _check_answering(
+    method: Any, target_name: str, rows: int, group_size: int, writes: bool
+) -> None:
+    """Refuse a program that cannot answer, or that takes other numbers of rows than a group's.
+
+    Args:
+        rows: of a step.
+        writes: the program has functions that write.
+    """
     spec = spec_of(method)
-    writes = spec.capability(Writes)
-    kind = target(manifest.target).kind
-    if writes is None or kind not in writes.programs:
+    found = spec.capability(Writes)
+    kind = target(target_name).kind
+    if found is None or kind not in found.programs:
         raise ConfigError(
-            f"a program of {spec.name} for {manifest.target} does not learn from rewards",
-            expected="a program of mesp for a phone, or of a first-order method in PyTorch",
-            received=f"method {spec.name}, target {manifest.target}",
-            hint="`ondevice export --method mesp --target android-cpu` writes one",
+            f"a program of {spec.name} for {target_name} does not learn from rewards",
+            expected="a program of mesp, or of a first-order method in PyTorch",
+            received=f"method {spec.name}, target {target_name}",
+            hint="`ondevice export --method mesp --target android-cpu "
+            f"--batch-size {group_size} --set export.context_tokens=512` writes one",
         )
-    rows = manifest.batch_size
-    again = f"export it again with --batch-size {-(-rows // group_size) * group_size}"
-    if kind != "torch" and not manifest.written_tokens:
+    again = f"export it with --batch-size {-(-rows // group_size) * group_size}"
+    if kind not in ("torch", "mlx") and not writes:
         raise ConfigError(
             "the program has no functions that write answers to learn from",
-            expected="one that was exported with --set export.context_tokens=512",
-            received=f"a program for {manifest.target} without them",
+            expected="one that is exported with --set export.context_tokens=512",
+            received=f"a program for {target_name} without them",
             hint=f"{again} --set export.context_tokens=512",
         )
     if rows % group_size:

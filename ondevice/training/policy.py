@@ -76,7 +76,7 @@ def check_prompts(dataset: Dataset, settings: TrainConfig, most_tokens: int) -> 
     for item in dataset.items:
         if not item.prompt_tokens:
             raise DataError(
-                f"line {item.line} has no prompt to answer",
+                f"{dataset.place(item)}: there is no prompt to answer",
                 expected="rows with a prompt for train.objective grpo",
                 received=f"format {dataset.format}",
                 hint="`ondevice data FILE` shows how the rows are read",
@@ -84,7 +84,7 @@ def check_prompts(dataset: Dataset, settings: TrainConfig, most_tokens: int) -> 
         length = item.prompt_tokens + settings.answer_tokens
         if most_tokens and length > most_tokens:
             raise DataError(
-                f"line {item.line}: the prompt and an answer are longer than the model takes",
+                f"{dataset.place(item)}: the prompt and an answer are longer than the model takes",
                 expected=f"at most {most_tokens} tokens",
                 received=f"{item.prompt_tokens} of the prompt, {settings.answer_tokens} of the answer",
                 hint="a smaller --max-length or --answer-tokens",
@@ -202,6 +202,7 @@ class Policy:
                 ends = model_end_tokens(loaded) | end_tokens(tokenizer)
                 samplers = [PlainSampler(temperature, seed, ends) for seed in seeds]
                 drawn = self._drawn_together(items, samplers, loaded)
+        dataset = self.train if part == 0 else self.held_out or self.train
         texts: list[Example] = []
         written: list[Written] = []
         for item, ids in zip(items, drawn, strict=True):
@@ -212,6 +213,7 @@ class Policy:
             written.append(
                 Written(
                     item,
+                    dataset.place(item),
                     str(tokenizer.decode(list(prompt), skip_special_tokens=True)),
                     str(tokenizer.decode(words, skip_special_tokens=True)),
                     item.answers

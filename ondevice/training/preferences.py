@@ -61,13 +61,15 @@ def check_rated(dataset: Dataset) -> None:
     """
     liked = {item.liked for item in dataset.items}
     if len(liked) < 2:
-        first = dataset.items[0]
-        where = ", ".join(filter(None, (first.file, f"from line {first.line}")))
+        rating, other = ("up", "down") if True in liked else ("down", "up")
+        place = dataset.place(dataset.items[0])
+        left_out = f"; {len(dataset.problems)} are left out" if dataset.problems else ""
         raise DataError(
-            f"all answers have the same rating (field label, {where}): nothing to tell apart",
+            f"{place}: 'label', 'thumbs' or 'liked': this answer and all others are rated {rating}",
             expected="liked and disliked answers",
-            received=f"{len(dataset.items)} rows, all rated {'up' if True in liked else 'down'}",
-            hint="--column prompt=prompt --column completion=completion trains on the texts alone",
+            received=f"{len(dataset.items)} rows, all rated {rating}{left_out}",
+            hint=f"add answers that are rated {other}; or "
+            "--column prompt=prompt --column completion=completion trains on the texts alone",
         )
 
 
@@ -154,6 +156,33 @@ class PreferenceRows:
         return text_likelihoods(session, texts, [self.dataset.items[row].line for row in rows], pad)
 
 
+def reference_identity(
+    identity: dict[str, str], datasets: Sequence[Dataset | None]
+) -> dict[str, str]:
+    """Return what likelihoods before training are of: a model, a run, and the rows of its parts."""
+    parts = [part for part in datasets if part is not None]
+    rows = hashlib.sha256("".join(rows_sha256(part.items) for part in parts).encode())
+    return {**identity, "rows": rows.hexdigest()}
+
+
+def check_reference(folder: Path, identity: dict[str, str]) -> None:
+    """Refuse a run that goes on with likelihoods of something else; see `reference_identity`.
+
+    Raises:
+        CheckpointError: the folder has those of another model, run or rows.
+    """
+    file = folder / FILE_NAME
+    stored = _read(file)
+    changed = [name for name, value in identity.items() if stored.get(name) != value]
+    if stored and changed:
+        raise CheckpointError(
+            f"{file}: the likelihoods before training are of another {changed[0]}",
+            expected=f"{changed[0]}: {identity[changed[0]]}",
+            received=f"{changed[0]}: {stored.get(changed[0])}",
+            hint="resume with the model and the rows of the run; if they are, delete the file",
+        )
+
+
 class Preferences:
     """Trains and evaluates a session on preferences.
 
@@ -177,8 +206,8 @@ class Preferences:
 
     def begin(
         self,
-        session: Session,
-        folder: Path,
+        session: Evaluator,
+        folder: Path | None,
         resumes: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -187,6 +216,7 @@ class Preferences:
         The session must be as it was opened, before a step and before a checkpoint is restored.
 
         Args:
+            folder: None computes them and stores nothing.
             resumes: the folder's run goes on, so likelihoods of something else are a mistake.
 
         Raises:
@@ -195,26 +225,21 @@ class Preferences:
         if not self.objective.has_reference:
             return
         parts = [part for part in (self.train, self.held_out) if part is not None]
-        rows = hashlib.sha256("".join(rows_sha256(one.dataset.items) for one in parts).encode())
-        identity = {**self.identity, "rows": rows.hexdigest()}
-        file = folder / FILE_NAME
-        stored = _read(file)
+        identity = reference_identity(self.identity, [part.dataset for part in parts])
+        if resumes and folder is not None:
+            check_reference(folder, identity)
+        stored = {} if folder is None else _read(folder / FILE_NAME)
         found = stored.get("log_likelihoods")
-        changed = [name for name, value in identity.items() if stored.get(name) != value]
-        if stored and changed and resumes:
-            raise CheckpointError(
-                f"{file}: the likelihoods before training are of another {changed[0]}",
-                expected=f"{changed[0]}: {identity[changed[0]]}",
-                received=f"{changed[0]}: {stored.get(changed[0])}",
-                hint="resume with the model and the rows of the run; if they are, delete the file",
-            )
+        is_other = any(stored.get(name) != value for name, value in identity.items())
         shapes = [part.reference.shape for part in parts]
-        if changed or [np.shape(values) for values in found or ()] != shapes:
+        if is_other or [np.shape(values) for values in found or ()] != shapes:
             found = [part.log_likelihoods(session, self.pad, None, should_stop) for part in parts]
             if any(values is None for values in found):
                 return  # the run ends before its first step
             lists = [np.asarray(values).tolist() for values in found]
-            atomic_write(file, json.dumps({**identity, "log_likelihoods": lists}))
+            if folder is not None:
+                text = json.dumps({**identity, "log_likelihoods": lists})
+                atomic_write(folder / FILE_NAME, text)
         for part, values in zip(parts, found or (), strict=True):
             part.reference = np.array(values, dtype=np.float64)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.core.errors import ConfigError, OndeviceError, TrainingError
 from ondevice.data.readers.files import read_records
-from ondevice.training.scores import printed_numbers
+from ondevice.training.scores import printed_words
 
 if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
@@ -47,18 +47,14 @@ class Written:
     """An answer to a row of the data."""
 
     item: Item
+    place: str
+    """The row in an error: its file and line."""
     prompt: str
     answer: str
     answers: tuple[str, ...]
     """Those that the row accepts."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Of the row as the data has them."""
-
-    @property
-    def place(self) -> str:
-        """The row in an error."""
-        file = f"{self.item.file}, " if self.item.file else ""
-        return f"{file}line {self.item.line}"
 
     def row(self) -> dict[str, Any]:
         """Return what a reward gets of the row."""
@@ -94,7 +90,15 @@ class Reward:
             )
             for one in answers
         ]
-        values = printed_numbers(self.name, lines)
+        try:
+            values = printed_words(self.name, lines)
+        except TrainingError as error:
+            raise TrainingError(
+                f"{error.message}, from the answer to {answers[0].place} on",
+                expected=error.expected,
+                received=error.received,
+                hint=error.hint or HINT,
+            ) from error
         return [self._checked(value, one) for value, one in zip(values, answers, strict=True)]
 
     def _call(self, function: Function, one: Written) -> float:

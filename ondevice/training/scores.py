@@ -95,17 +95,22 @@ class Score:
             }
             row |= {"answer": first_line(write(prompt)), "answers": list(accepted)}
             lines.append(json.dumps(row, ensure_ascii=False))
-        scores = printed_numbers(self.settings.objective_command or "", lines)
+        words = printed_words(self.settings.objective_command or "", lines)
+        try:
+            scores = [float(word) for word in words]
+        except ValueError:
+            scores = [math.nan]
         if not all(map(math.isfinite, scores)):
-            raise _unprinted(len(lines), str(scores))
+            raise _unprinted(len(lines), " ".join(words)[:200])
         return math.fsum(scores) / len(scores)
 
 
-def printed_numbers(program: str, lines: Sequence[str]) -> list[float]:
-    """Run a program on lines of JSON; return the number that it prints for each.
+def printed_words(program: str, lines: Sequence[str]) -> list[str]:
+    """Run a program on lines of JSON; return the word that it prints for each, a number's if it is
+    right.
 
     Raises:
-        TrainingError: it failed, or did not print a number for each line.
+        TrainingError: it failed, or did not print a word for each line.
     """
     command = shlex.split(program)
     try:
@@ -127,13 +132,10 @@ def printed_numbers(program: str, lines: Sequence[str]) -> list[float]:
             expected="exit code 0",
             received=f"exit code {done.returncode}: {done.stderr.strip()[-500:]}",
         )
-    try:
-        numbers = [float(line) for line in done.stdout.split()]
-    except ValueError:
-        numbers = []
-    if len(numbers) != len(lines):
+    words = done.stdout.split()
+    if len(words) != len(lines):
         raise _unprinted(len(lines), repr(done.stdout[:200]))
-    return numbers
+    return words
 
 
 def _unprinted(rows: int, received: str) -> TrainingError:

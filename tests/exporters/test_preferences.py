@@ -21,11 +21,13 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.cli.app import app
 from ondevice.core.errors import CheckpointError, ConfigError, DataError
 from ondevice.core.session import OPTIMIZER_STEP, Weigh
+from ondevice.fleet.device import DeviceSettings, open_member
 from ondevice.models import load_model, save_tiny
 from ondevice.models.save import save_loaded
 from ondevice.objectives import Scores, objective
 from ondevice.training.events import read_log
 from ondevice.training.preferences import FILE_NAME
+from tests.fleet.fleets import charter
 from tests.methods.mesp.reference import errors, exact, rows
 from tests.methods.test_weighted_steps import whole_loss
 from tests.objectives.test_objectives import FORMULAS, SETTINGS
@@ -224,6 +226,21 @@ def test_a_run_and_its_check_refuse_the_same(
             start(folder, run_config(folder, None, settings))
         assert caught.value.expected == expected
     assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_a_fleet_s_device_refuses_a_program_that_learns_no_preferences(tmp_path: Path) -> None:
+    pytest.importorskip("executorch.exir")
+    folder = program("functional")
+    manifest = read_manifest(folder)
+    values = {"model_sha256": manifest.model.sha256, "method": dict(manifest.method)}
+    objective = {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0}
+    fleet = charter().model_copy(update={**values, "objective": objective})
+    data = write(tmp_path / "rows.jsonl", short_pairs())
+    settings = DeviceSettings(folder=str(tmp_path / "device"), data=str(data), artifact=str(folder))
+    with pytest.raises(ConfigError) as caught:
+        open_member(fleet, settings, 1)
+    assert "does not learn from preferences" in caught.value.message
+    assert not (tmp_path / "device" / FILE_NAME).exists()
 
 
 def test_the_npu_s_simulator_learns_the_gradient_of_the_whole_loss() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import ondevice
 from ondevice.api.export import export as export_artifact
@@ -19,6 +20,7 @@ from ondevice.api.open import open_artifact
 from ondevice.api.runfile import RunConfig
 from ondevice.api.train import check_artifact, run_artifact
 from ondevice.artifact.files import sha256_file
+from ondevice.cli.app import app
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import IGNORE, Answering
@@ -245,27 +247,72 @@ def test_what_a_program_cannot_do_is_refused_with_the_way_to_export_it(
     assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
-def test_a_program_for_mlx_is_refused_with_what_learns_from_rewards(tmp_path: Path) -> None:
+def test_a_program_for_mlx_learns_from_rewards_what_train_learns(tmp_path: Path) -> None:
+    """Its steps run the artifact's functions; answers are written by Python's stages."""
     pytest.importorskip("mlx.core")
     source = save_tiny(tmp_path / "model", "llama")
     export = {
         "model.source": str(source), "method.name": "mesp", "export.target": "apple-mlx",
-        "export.batch_size": 2, "export.lengths_tokens": [64],
+        "export.batch_size": 4, "export.lengths_tokens": [64], "train.seed": 4,
+        "train.objective": "grpo", "train.reward": "own_rewards:vowels", "train.group_size": 2,
     }  # fmt: skip
     artifact = tmp_path / "artifact"
     export_artifact(RunConfig.load(None, export), artifact)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    values = {
+    common = {
         "data.path": str(tmp_path / "rows.jsonl"), "train.objective": "grpo",
-        "train.reward": "own_rewards:vowels", "train.group_size": 2,
-        "train.out": str(tmp_path / "run"),
+        "train.reward": "own_rewards:vowels", "train.group_size": 2, "train.answer_tokens": 8,
+        "method.learning_rate": 0.02, "train.checkpoint_every": 1,
     }  # fmt: skip
-    for start in (run_artifact, check_artifact):
-        with pytest.raises(ConfigError) as caught:
-            start(artifact, run_config(artifact, None, values))
-        assert caught.value.message.endswith("for apple-mlx does not learn from rewards")
-        assert "--target android-cpu" in str(caught.value.hint)
-    assert not (tmp_path / "run").exists()
+
+    def again(out: str, steps: int, **options: Any) -> str:
+        values = {**common, "train.steps": steps, "train.out": str(tmp_path / out)}
+        check_artifact(artifact, run_config(artifact, None, values), **options)
+        run_artifact(artifact, run_config(artifact, None, values), **options)
+        return sha256_file(tmp_path / out / "adapter/adapter_model.safetensors")
+
+    whole = again("whole", 2)
+    again("cut", 1)
+    assert again("cut", 2, resume=True) == whole
+    settings = {"model.source": str(source), "method.name": "mesp", "train.backend": "mlx"}
+    rows = {"train.batch_size": 2, "train.seed": 4, "data.max_length_tokens": 64}
+    steps = {"train.steps": 2, "train.out": str(tmp_path / "theirs")}
+    ondevice.train({**common, **settings, **rows, **steps})
+    ours, theirs = events_of(tmp_path / "whole"), events_of(tmp_path / "theirs")
+    assert len(ours) == 2 and ours[-1].preferences["kl"] > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-4, abs=1e-6)
+        assert one.preferences["reward"] == pytest.approx(other.preferences["reward"], abs=1e-9)
+
+
+NOT_EXPORTED = [
+    ({"method.name": "prge", "export.target": "jetson"}, "grpo", "does not learn from rewards",
+     "--target android-cpu"),
+    ({"export.target": "android-cpu"}, "grpo", "no functions that write", "context_tokens=512"),
+    ({"export.target": "apple-mlx", "export.batch_size": 3}, "grpo", "whole groups of answers",
+     "--batch-size 4"),
+    ({"method.name": "prge", "export.target": "android-cpu"}, "dpo",
+     "does not learn from preferences", "--method mesp"),
+    ({"export.target": "apple-mlx", "export.batch_size": 3}, "simpo", "an odd number of rows",
+     "--batch-size 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "objective", "words", "hint"), NOT_EXPORTED)
+def test_an_export_refuses_what_its_program_would_refuse(
+    settings: dict[str, Any], objective: str, words: str, hint: str, tmp_path: Path
+) -> None:
+    values = {"model.source": "tiny:llama", "method.name": "mesp", **settings}
+    values["train.objective"] = objective
+    if objective == "grpo":
+        values |= {"train.reward": "own_rewards:vowels", "train.group_size": 2}
+    arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    for dry in ([], ["--dry-run"]):
+        done = CliRunner().invoke(app, ["export", *arguments, *dry, "--out", "artifact"])
+        assert isinstance(done.exception, ConfigError)
+        assert words in done.exception.message
+        assert hint in str(done.exception.hint)
+    assert not Path("artifact").exists()
 
 
 def test_a_run_in_mlx_on_rewards_resumes_with_the_same_bits(tmp_path: Path) -> None:

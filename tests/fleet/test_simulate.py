@@ -136,7 +136,7 @@ def test_wrong_settings_are_refused(ondevice: CommandLine, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_preferences_scores_and_rewards_are_refused(
+def test_scores_rewards_and_rows_of_another_objective_are_refused(
     dry: list[str], ondevice: CommandLine, tmp_path: Path
 ) -> None:
     out = tmp_path / "a fleet"
@@ -146,15 +146,14 @@ def test_preferences_scores_and_rewards_are_refused(
         words = ("--model", "tiny:llama", "--devices", 2, "--out", out, "--json", *dry, *more)
         return ondevice("fleet", "simulate", *words).json
 
-    done = refused("--data", pairs)
-    assert done["error"] == "DataError" and done["received"] == "format preference"
     data = rows(tmp_path / "rows.jsonl")
-    for name, more in (
-        ("dpo", []),
-        ("accuracy", []),
-        ("grpo", ["--method", "lora", "--set", "train.reward=rewards:vowels"]),
+    for file, name, more in (
+        (data, "dpo", []),
+        (pairs, "kto", []),
+        (data, "accuracy", []),
+        (data, "grpo", ["--method", "lora", "--set", "train.reward=rewards:vowels"]),
     ):
-        done = refused("--data", data, *more, "--set", f"train.objective={name}")
+        done = refused("--data", file, *more, "--set", f"train.objective={name}")
         assert done["error"] == "ConfigError" and f"train.objective {name}" in done["message"]
     assert not out.exists()
 

@@ -268,8 +268,45 @@ def test_a_dry_run_refuses_what_the_run_refuses(made: Any, tmp_path: Path) -> No
         assert isinstance(done.exception, DataError)
         messages.append(str(done.exception))
     assert messages[0] == messages[1]
-    where = {pairs: "rows.jsonl:1: 'rejected': is the same", thumbs: "field label, from line 1"}
+    where = {pairs: "rows.jsonl:1: 'rejected': is the same", thumbs: "rows.jsonl:1: 'label', "}
     assert where[made] in messages[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_pairs_that_all_lack_a_side_are_named_with_what_to_do(
+    dry: list[str], tmp_path: Path
+) -> None:
+    for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        rows = [{"prompt": row["prompt"], side: row[side]} for row in pairs(4)]
+        file = write(tmp_path / "pairs.jsonl", rows)
+        arguments = ["train", "tiny:llama", "--data", str(file), "--method", "lora", *dry]
+        done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "run")])
+        assert isinstance(done.exception, DataError)
+        assert done.exception.message == f"{file}: '{other}' is missing in every row"
+        assert f"--column {other}=COLUMN" in done.exception.hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_names_the_first_row_that_it_left_out(tmp_path: Path) -> None:
+    rows = pairs(8)
+    del rows[2]["rejected"]
+    file = write(tmp_path / "pairs.jsonl", rows)
+    arguments = ["train", "tiny:llama", "--data", str(file), "--method", "lora", "--steps", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--quiet", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    assert f"{file}:3: 'rejected': is missing; `ondevice data FILE`" in done.output
+
+
+def test_ratings_of_one_kind_are_refused_with_their_file_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    liked = [row for row in thumbs(8) if row["label"]]
+    write(tmp_path / "rows" / "first.jsonl", liked)
+    write(tmp_path / "rows" / "second.jsonl", liked)
+    with pytest.raises(DataError) as caught:
+        run(tmp_path / "rows", tmp_path / "run")
+    assert caught.value.message.startswith("first.jsonl:1: 'label', 'thumbs' or 'liked': ")
+    assert "rated down" in caught.value.hint
 
 
 def test_a_pair_without_a_rejected_side_is_left_out_with_its_line(tmp_path: Path) -> None:
@@ -289,6 +326,13 @@ def test_likelihoods_of_another_model_are_never_taken(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         run(pairs(), tmp_path / "run", 6, resume=True, checkpoint_every=3)
     assert "of another model" in caught.value.message and "delete the file" in caught.value.hint
+    rows = write(tmp_path / "pairs.jsonl", pairs())
+    command = ["train", "tiny:llama", "--data", str(rows), "--method", "lora", "--resume"]
+    command += ["--batch-size", "4", "--lr", "0.005", "--out", str(tmp_path / "run")]
+    for dry in ([], ["--dry-run"]):
+        done = CliRunner().invoke(app, [*command, *dry])
+        assert isinstance(done.exception, CheckpointError)
+        assert done.exception.message == caught.value.message
     file.unlink()
     run(pairs(), tmp_path / "run", 6, resume=True, checkpoint_every=3)
     assert file.read_bytes() == first

@@ -40,6 +40,9 @@ def broken(prompt, answer, row):
 def odd(prompt, answer, row):
     return math.nan if row["line"] % 2 else 0.0
 
+def text(prompt, answer, row):
+    return "good"
+
 word = "not a function"
 """
 
@@ -146,6 +149,43 @@ def test_a_reward_that_fails_is_named_with_its_row(
     assert events_of(tmp_path / "run", "error")
 
 
+PROGRAMS = [
+    ("print('nan')\n" * 12, ":12 is not a finite number", "'nan' for the answer"),
+    ("print('good')\n" * 12, ":12 is not a finite number", "'good' for the answer"),
+    ("print(1)\n", "from the answer to {file}:12 on", "'1\\n'"),
+    ("import sys\nsys.exit(3)\n", "from the answer to {file}:12 on", "exit code 3"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "received"), PROGRAMS)
+def test_a_program_that_fails_is_named_with_file_and_line(
+    text: str, words: str, received: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    command = f"{sys.executable} {program}"
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path / "run", 1, rows=file, reward=None, objective_command=command)
+    assert words.format(file=file) in caught.value.message
+    assert received in str(caught.value.received) and caught.value.hint
+
+
+@pytest.mark.parametrize("reward", ["broken", "odd", "text"])
+def test_a_reward_that_fails_on_a_file_is_named_with_file_and_line(
+    reward: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = ["--data", str(file), "--method", "lora", "--objective", "grpo", "--steps", "1"]
+    more = ["--reward", f"my_rewards:{reward}", "--group-size", "2", "--quiet", "--out", "run"]
+    done = CliRunner().invoke(app, ["train", "tiny:llama", *rows, *more])
+    assert isinstance(done.exception, TrainingError)
+    assert f"answer to {file}:" in done.exception.message
+    assert not list(Path("run").glob("checkpoint-*"))
+
+
 def test_a_program_gives_rewards_too(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -204,6 +244,8 @@ def test_what_a_run_refuses_its_dry_run_refuses(
     assert done.exit_code != 0 and not Path("dry").exists()
     said = " ".join((done.output + str(done.exception)).split())
     assert words in said, said
+    if "answer_tokens" in settings:
+        assert f"{rows}:1: " in said
 
 
 def test_rows_without_a_prompt_are_refused(tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ def no_format(records: list[dict[str, Any]], task: Any, name: str) -> DataError:
             received=describe(task),
             hint="write a custom template, --task my.yaml; docs/howto/data.md shows one",
         )
+    sides = [side for side in ("chosen", "rejected") if side in keys]
+    if len(sides) == 1:
+        return _half_a_pair(sides[0], keys, name)
     fitting = [
         task.name
         for task in TASKS.values()
@@ -200,6 +203,20 @@ def no_format(records: list[dict[str, Any]], task: Any, name: str) -> DataError:
         "answer; text; text and label; question, choices and answer; chosen and rejected",
         received=received,
         hint="; or ".join(advice),
+    )
+
+
+def _half_a_pair(side: str, keys: list[str], name: str) -> DataError:
+    """Build the error for preference pairs of which no row has the other side."""
+    other = "rejected" if side == "chosen" else "chosen"
+    hint = f"add it, or name its column: --column {other}=COLUMN"
+    if "prompt" in keys:
+        hint += f"; --column prompt=prompt --column completion={side} takes only the {side} texts"
+    return DataError(
+        f"{name}: '{other}' is missing in every row",
+        expected="a preference pair in each row: chosen and rejected",
+        received="the keys " + ", ".join(keys),
+        hint=hint,
     )
 
 

@@ -12,6 +12,7 @@ from ondevice.core.errors import TrainingError
 from ondevice.core.session import Replaying, require
 from ondevice.fleet.averaging.arrays import arrays_of, put, to_bytes, trained_names
 from ondevice.fleet.averaging.rules import Arrays
+from ondevice.fleet.local import local_step
 from ondevice.fleet.numbers import pack
 
 if TYPE_CHECKING:
@@ -123,10 +124,9 @@ def _steps(
     rows = 0
     steps = range(number * local_steps, (number + 1) * local_steps)
     for step in steps:
-        batch = batches.at(step)
-        result = session.step(batch.ids, batch.labels, step, learning_rate)
+        result, count = local_step(session, batches, step, step, learning_rate)
         losses.append(result.loss)
-        rows += len(batch.ids)
+        rows += count
         take(result.projected_gradients)
     loss = math.fsum(losses) / len(losses)
     if not math.isfinite(loss):

@@ -12,13 +12,13 @@ import numpy as np
 from ondevice.artifact.adapter import save_adapter
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method_config
-from ondevice.data import Batches
 from ondevice.fleet.averaging.arrays import arrays_of, digest, put, to_bytes
 from ondevice.fleet.averaging.member import AdapterMember, AdapterReply, NumberMember
 from ondevice.fleet.averaging.rules import Arrays, Combiner, bounded, check_alike
 from ondevice.fleet.averaging.store import FILE_NAME, AdapterStore
 from ondevice.fleet.codes import Code, Refusal
 from ondevice.fleet.config import Attack, FleetRun, default_method
+from ondevice.fleet.local import evaluated_preferences, own_batches
 from ondevice.fleet.open import open_task
 from ondevice.fleet.simulated import Curve, Round, Simulated, make_room
 from ondevice.fleet.split import split
@@ -61,9 +61,13 @@ class AveragingSimulation:
             self.weak_session = weak_session(config)
             self.first = _common(self.weak_session, session)
         self.members: list[AdapterMember | NumberMember] = []
+        made = self.charter.learns()
+        self.evaluated = evaluated_preferences(made, session, rows)
         for device, part in enumerate(parts):
-            size = session.batch_size or config.train.batch_size
-            batches = Batches(part, size, session.lengths_tokens, seed, rows.pad)
+            own = session
+            if self.weak_session is not None and device in self.weak:
+                own = self.weak_session
+            batches = own_batches(made, own, part, config.train.batch_size, seed, rows.pad)
             if self.weak_session is not None and device in self.weak:
                 steps = config.fleet.local_steps
                 rate = simulated.weak_rate
@@ -174,6 +178,8 @@ class AveragingSimulation:
 
     def _evaluate(self, arrays: Arrays) -> Any:
         put(self.session, arrays)
+        if self.evaluated is not None:
+            return self.evaluated.evaluate(self.session, self.config.train.eval_rows, lambda: False)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(
             self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows

@@ -102,6 +102,6 @@ METHOD = MethodSpec(
         Quantises[MespConfig](lambda config: config.bits is not None),
         ReadsFiles[MespConfig](lambda config: config.weight_placement == "streamed"),
         Refuses(refuse),
-        Writes(("torch", "mlx"), programs=("executorch", "qnn", "torch")),
+        Writes(("torch", "mlx"), programs=("executorch", "qnn", "torch", "mlx")),
     ),
 )

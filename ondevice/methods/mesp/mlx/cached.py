@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
-from ondevice.methods.mesp.mlx.model import Functions, Model
+from ondevice.methods.mesp.mlx.model import Functions, Model, own_stages
 
 CONVOLUTIONS = {"convolve": ("bcx", "o"), "convolve_alone": ("qkv", "c")}
 """Input and output of the stages in which a token sees a few before it."""
@@ -94,10 +94,14 @@ class CachedStages:
 
 
 class Reader(Model):
-    """A model that reads texts on; its weights and its adapter are another one's."""
+    """A model that reads texts on; its weights and its adapter are another one's.
+
+    The stages are Python's: an artifact's have a trace for each shape of a step, and none for one
+    token behind others.
+    """
 
     def __init__(self, model: Model) -> None:
-        self.stages: Any = model.interpreter.functions
+        self.stages = own_stages(model.settings)
         self.cached = CachedStages(self.stages, model.layers)
         super().__init__(model.settings, model.weights, functions=self.cached)
         self.tiles = model.tiles

@@ -34,6 +34,12 @@ class Functions(Protocol):
         ...
 
 
+def own_stages(settings: Settings) -> Stages:
+    """Return Python's stages of a run."""
+    stages = MixtureStages if settings.active_experts else Stages
+    return stages(settings)
+
+
 class Interpreter:
     """Runs instructions: gives each stage its arrays, computes when they say so, and drops what is
     dead.
@@ -132,8 +138,7 @@ class Model:
         self.settings = settings
         self.weights = weights
         self.written = written
-        stages = MixtureStages if settings.active_experts else Stages
-        self.interpreter = Interpreter(functions or stages(settings), clear=clear)
+        self.interpreter = Interpreter(functions or own_stages(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
         self.chunk_tokens = loss_chunk_tokens
         self.fixed_chunks = fixed_chunks

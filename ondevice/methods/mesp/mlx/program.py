@@ -288,7 +288,7 @@ def write(
 
 class MlxProgramSession(ProgramSession, MlxSession):
     """Runs an artifact's program; batches are int64 [batch_size, one of lengths_tokens]. No stage
-    is Python's own.
+    of a step is Python's own; those that write answers are (`cached.Reader`).
 
     Args:
         folder: the artifact.

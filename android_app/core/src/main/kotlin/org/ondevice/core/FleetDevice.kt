@@ -26,6 +26,7 @@ class FleetCharter(val bytes: ByteArray) {
         if (fields["subspace"] != null || fields["optimizer"] != null) {
             throw fleetError("this fleet trains in a gradient's subspace, a file of megabytes", "subspace: seed, optimizer: sgd", hint = "begin the fleet with method.subspace=random")
         }
+        if (fields["objective"] != null) throw fleetError("this fleet learns from preferences, and a phone's rounds are on the loss of its rows")
         if (fields["noise"] != "rademacher") throw fleetError("this device knows random signs alone", "noise: rademacher", fields["noise"])
     }
 

@@ -140,6 +140,8 @@ class FleetTest {
         assertOneReply(folder)
         val changed = (said["charter"] as String).replace("\"noise\":\"rademacher\"", "\"noise\":\"gaussian\"")
         assertTrue(assertThrows(OndeviceException::class.java) { FleetCharter(changed.toByteArray()) }.what.contains("signs alone"))
+        val judged = (said["charter"] as String).replace("\"noise\":", "\"objective\":{\"name\":\"dpo\"},\"noise\":")
+        assertTrue(assertThrows(OndeviceException::class.java) { FleetCharter(judged.toByteArray()) }.what.contains("from preferences"))
         val broken = file("round-1-0").also { it[20] = (it[20] + 1).toByte() }
         assertTrue(assertThrows(OndeviceException::class.java) { FleetFile.read(broken, "x") }.what.contains("damaged"))
     }
