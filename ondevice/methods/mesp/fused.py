@@ -90,10 +90,18 @@ class FusedStages(Stages):
         super().__init__(dims, FusedKernels())
         self.integers = integers
 
-    def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        block: Block,
+        target: str,
+        x: Tensor,
+        into: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> Tensor:
         layer = block.linears[target]
         weight, scales, mins = parts(layer.matrix)
-        h = None if layer.a is None else OPS.narrow_linear(x, layer.a, 1.0)
+        if h is None and layer.a is not None:
+            h = OPS.narrow_linear(x, layer.a, 1.0)
         return OPS.block_linear(
             x, weight, scales, mins, layer.bias, h, layer.b, into, layer.scale, False, self.integers
         )
