@@ -45,6 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "granite": {"family": "granite", **SMALL, "layers": 2},
     "lfm2": {"family": "lfm2", **SMALL, "layers": 3},
+    "qwen2_moe": {"family": "qwen2_moe", **SMALL, "moe_intermediate_size": 32},
+    "qwen3_moe": {"family": "qwen3_moe", **SMALL, "layers": 2},
     "qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 3},
     "two layers of qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
@@ -201,6 +203,18 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             **ONE_ROW,
         },
     ),
+    "blocks of qwen2_moe": (
+        "qwen2_moe",
+        {"export.context_tokens": 40, "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of qwen2_moe, q4": (
+        "qwen2_moe",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of qwen3_moe": (
+        "qwen3_moe",
+        {"export.next_token": True, "export.check_steps": 1, **ONE_ROW},
+    ),
     "blocks of qwen3_5_text": (
         "qwen3_5_text",
         {"export.batch_size": 2, "export.lengths_tokens": [72]},
@@ -279,6 +293,8 @@ NIGHTLY = {
     "pairs, int8",
     "blocks of lfm2, q4",
     "blocks of lfm2, 8da8w",
+    "blocks of qwen2_moe",
+    "blocks of qwen2_moe, q4",
     "blocks of qwen3_5_text, int8",
     "blocks of qwen3_5_text, q4",
     "blocks of qwen3_5_text, 8da8w",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.artifact.manifest import ANSWERS
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import VerificationError
 from ondevice.core.manifest import kind_of
 from ondevice.core.target import WeightBytes, WeightPlacement
@@ -73,6 +74,7 @@ class AndroidCpu(ExecutorchTarget):
         widths = {
             "hidden": dims.hidden,
             "ff": dims.intermediate,
+            "expert": dims.expert_intermediate if isinstance(dims, MoeDims) else 0,
             "heads": dims.heads * dims.head_dim,
         }
         if job.export.quantize != "none" and any(width % 32 for width in widths.values()):

@@ -56,10 +56,10 @@ class NpuBlocksSession(_Simulated, BlocksSession):
         super().__init__(folder, manifest)
 
     def _call_block(
-        self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0
+        self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0, expert: int = 0
     ) -> dict[str, Any]:
         with _first_words((name, layer) in self._of_layers):
-            return super()._call_block(name, given, layer, first)
+            return super()._call_block(name, given, layer, first, expert)
 
     def _method(self, name: str, layer: int) -> Any:
         if self.spec.methods[name].program is None:

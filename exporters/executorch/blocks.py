@@ -20,11 +20,12 @@ import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
 from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
-from ondevice.core.manifest import LAYER_INPUT
+from ondevice.core.manifest import EXPERT, LAYER_INPUT
 from ondevice.core.program import FUSED, LOWEST
 from ondevice.core.session import IGNORE, StepResult, Weigh
 from ondevice.core.untrusted import Refused, inside
 from ondevice.exporters.executorch.blocks_model import BlocksModel
+from ondevice.exporters.executorch.experts import Experts
 from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
 from ondevice.generation.sample import answers_of
 
@@ -93,11 +94,11 @@ class BlocksSession(ExecutorchSession):
             layers = self.spec.layers_of(method_name)
             for port in method.inputs:
                 if port.role == "frozen":
-                    for layer in layers if "{layer}" in port.name else (0,):
-                        name = port.name.replace("{layer}", str(layer))
+                    for name in self._names(port.name, layers):
                         array = self.weights.tensor(name, port.shape, port.dtype)
                         self._frozen_tensors[name] = torch.from_numpy(array)
         self._product = self._largest_product()
+        self.experts = self._experts()
         self._read: dict[str, Tensor] = {}
         """Of the pass that runs: its ids and first input, if layers have inputs of their own; keys
         and values that several blocks read, and the sums of their gradients."""
@@ -108,6 +109,24 @@ class BlocksSession(ExecutorchSession):
         """(first row, first row that no tile before had) of each tile; all have the same number of
         rows."""
         self.head_rows = self.spec.methods["head_sums"].inputs[0].shape[0]
+
+    def _names(self, name: str, layers: Sequence[int]) -> Iterator[str]:
+        """Give the names of a frozen input's tensors in the file."""
+        for layer in layers if "{layer}" in name else (0,):
+            for expert in range(self.spec.experts) if "{expert}" in name else (0,):
+                yield name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+    def _experts(self) -> Experts | None:
+        if not self.spec.experts:
+            return None
+        method = next(one for name, one in self.spec.methods.items() if name.startswith(EXPERT))
+        frozen = [port for port in method.inputs if port.role == "frozen"]
+        sizes = (np.dtype(port.dtype).itemsize * int(np.prod(port.shape)) for port in frozen)
+        return Experts(
+            self.spec,
+            lambda name, given, layer, expert: self._call_block(name, given, layer, expert=expert),
+            sum(sizes),
+        )
 
     def restart(self) -> None:
         """See `ExecutorchSession.restart`."""
@@ -144,6 +163,8 @@ class BlocksSession(ExecutorchSession):
         """
         self._check_whole()
         size = self._size(self.batch_size, ids)
+        if self.experts is not None:
+            self.experts.begin()
         inputs, x = self._forward(ids, size, keep=True)
         head = self._fused_head if self.fused else self._head
         nll, gradient = head(x, labels)
@@ -173,7 +194,8 @@ class BlocksSession(ExecutorchSession):
         self._partially_updated = False
         for counter in self.counts:
             self.counts[counter] += 1
-        return StepResult(loss, (loss,))
+        read = None if self.experts is None else self.experts.figures(ids.size)
+        return StepResult(loss, (loss,), experts=read)
 
     def _halve_loss_scale(self, step: int, layer: int) -> None:
         assert self.loss_scale is not None  # noqa: S101 - the caller looked
@@ -195,6 +217,8 @@ class BlocksSession(ExecutorchSession):
             given[LOSS_SCALE] = _tensor(np.array([self.loss_scale], np.float32))
         for layer in reversed(range(self.spec.layers)):
             given |= {"hidden": inputs.pop(), "gradient": g}
+            if self.experts is not None:
+                given |= self._expert_gradients(self.experts, given, size, layer)
             outputs = self._call_block(f"block_backward_{size}{self._kind(layer)}", given, layer)
             g = outputs["gradient"]
             for tensor in self.spec.state:
@@ -203,6 +227,16 @@ class BlocksSession(ExecutorchSession):
                     return layer
                 self._range(tensor.name, layer)[:] = new.numpy()
         return None
+
+    def _expert_gradients(
+        self, experts: Experts, given: dict[str, Tensor], size: str, layer: int
+    ) -> dict[str, Tensor]:
+        """What a block's backward pass takes of its experts. The forward pass runs again: what it
+        gives the experts is not kept, as nothing of a block but its input is."""
+        name = f"block_forward_{size}{self._kind(layer)}"
+        outputs = self._call_block(name, {"hidden": given["hidden"]}, layer)
+        gn, gweights = experts.backward(layer, outputs, given["gradient"])
+        return {"normed_gradient": gn, "routing_gradient": gweights}
 
     @_in_threads
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -300,10 +334,23 @@ class BlocksSession(ExecutorchSession):
         for layer in range(self.spec.layers):
             if keep:
                 inputs.append(x)
-            x = self._call_block(f"block_forward_{size}{self._kind(layer)}", {"hidden": x}, layer)[
-                "hidden"
-            ]
+            name = f"block_forward_{size}{self._kind(layer)}"
+            x = self.run_block(name, {"hidden": x}, layer)["hidden"]
         return inputs, x
+
+    def run_block(
+        self, name: str, given: dict[str, Tensor], layer: int, tokens: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run a block's forward function, with its experts; gives outputs by role.
+
+        Args:
+            given: inputs by role.
+            tokens: the first so many are real, and only these need experts; None if all are.
+        """
+        outputs = self._call_block(name, given, layer)
+        if self.experts is not None:
+            outputs["hidden"] = self.experts.forward(layer, outputs, tokens)
+        return outputs
 
     def _head(self, x: Tensor, labels: np.ndarray) -> tuple[np.ndarray, HeadGradient]:
         """Each row's summed negative log likelihood, and what computes the gradient.
@@ -402,7 +449,7 @@ class BlocksSession(ExecutorchSession):
         )
 
     def _call_block(
-        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
+        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0, expert: int = 0
     ) -> dict[str, Tensor]:
         """Run a function with inputs by role; gives outputs by role, and by name if a role has
         several.
@@ -410,6 +457,7 @@ class BlocksSession(ExecutorchSession):
         Args:
             layer: whose weights and ranges of the state go in.
             first: row of a table at which the tile begins.
+            expert: whose weights go in, of a function of one expert.
         """
         if self.fused and FUSED + name in self.spec.methods:
             name = FUSED + name
@@ -417,7 +465,7 @@ class BlocksSession(ExecutorchSession):
         inputs = []
         for port in method.inputs:
             if port.role == "frozen":
-                tensor = self._frozen_tensors[port.name.format(layer=layer)]
+                tensor = self._frozen_tensors[port.name.format(layer=layer, expert=expert)]
                 if tensor.shape != port.shape:
                     tensor = tensor[first : first + port.shape[0]]
                 inputs.append(tensor)
@@ -450,7 +498,7 @@ class BlocksSession(ExecutorchSession):
         has its own."""
         products = [0]
         for name, method in self.spec.methods.items():
-            if name.startswith("block_backward"):
+            if name.startswith(("block_backward", f"{EXPERT}backward")):
                 tokens = next(port.shape[0] for port in method.inputs if port.role == "hidden")
                 products += [
                     tokens * int(np.prod(port.shape))

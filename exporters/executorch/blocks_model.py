@@ -115,7 +115,7 @@ class BlocksModel:
         high = self.read + len(ids)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values)):
             given = {"hidden": x, "position": start, "keys": keys, "values": values}
-            outputs = session._call_block(f"block_{name}", given, layer)
+            outputs = session.run_block(f"block_{name}", given, layer, len(ids))
             x = outputs["hidden"]
             keys[:, :, low:high] = outputs["keys"][:, :, : len(ids)]
             values[:, low:high] = outputs["values"][:, : len(ids)]

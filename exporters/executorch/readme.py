@@ -42,7 +42,7 @@ for each tile of the vocabulary's {program.vocab} rows, and `block_backward` fro
 of role `frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with
 the layer's number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it
 back as it comes out. {_starts(manifest)}; {_counts(manifest)}.
-{_kinds(manifest)}{_layer_files(manifest)}{_loss_scale(manifest)}"""
+{_kinds(manifest)}{_experts(manifest)}{_layer_files(manifest)}{_loss_scale(manifest)}"""
 
 
 def _kinds(manifest: Manifest) -> str:
@@ -55,6 +55,19 @@ def _kinds(manifest: Manifest) -> str:
     return f"""
 Blocks differ by layer: the names of a block's functions end in {" and in ".join(listed)}, and in nothing for the
 others.
+"""
+
+
+def _experts(manifest: Manifest) -> str:
+    """Describe how a host computes a mixture's experts."""
+    experts = manifest.program_spec.experts
+    if not experts:
+        return ""
+    return f"""
+`block_forward` gives `routing`, the weight of each of {experts} experts for each token. Call `expert_forward` once for
+each expert with tokens of weight above 0, with the expert's number for `{{expert}}`, and add what it gives to `hidden`.
+Before `block_backward` call `expert_backward` with the same tokens, and put its outputs into `normed_gradient` and
+`routing_gradient`, which are zeros elsewhere.
 """
 
 

@@ -97,13 +97,6 @@ class ExecutorchTarget(Exporter):
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
             return [*problems, error.reason]
-        if dims.experts and not dims.whole:
-            return [
-                *problems,
-                f"{dims.family} is a mixture of experts that each token chooses: a program is made before the tokens "
-                f"are known, and would compute all {dims.experts} of them for each; expected jetson with --quantize "
-                "none, or MLX",
-            ]
         try:
             if dims.whole:
                 raise dims.unknown("lowering a step")

@@ -260,7 +260,7 @@ def _finish(trained: Any, json: bool) -> None:
     if json:
         print_json(values)
     else:
-        hidden = ("evaluation", "interrupted", "overlap", "data")
+        hidden = ("evaluation", "interrupted", "overlap", "experts", "data")
         shown = {key: value for key, value in values.items() if key not in hidden}
         shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
         for key in ("loss", "accuracy", "f1"):

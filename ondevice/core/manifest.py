@@ -12,17 +12,20 @@ from ondevice.core.config import StrictConfig
 SCHEMA_VERSION = 2
 LAYER_INPUT = "layer_input_"
 """How the names of functions begin that make a layer's input, of blocks of every kind."""
+EXPERT = "expert_"
+"""How the names of functions begin that compute one expert of a layer, of blocks of every kind."""
 
 
 InputRole = Literal[
     "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length",
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
     "loss_scale", "position", "keys", "values", "layer_input", "shared_keys", "shared_values",
-    "keys_gradient", "values_gradient",
+    "keys_gradient", "values_gradient", "routing", "normed_gradient", "routing_gradient",
 ]  # fmt: skip
 OutputRole = Literal[
     "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums",
     "keys", "values", "layer_input", "shared_keys", "shared_values", "keys_gradient", "values_gradient",
+    "normed", "routing", "routing_gradient",
 ]  # fmt: skip
 
 
@@ -210,10 +213,17 @@ class ProgramSpec(StrictConfig):
 
     def layers_of(self, method: str) -> list[int]:
         """List the layers whose block has a method of that name."""
-        if method.startswith(LAYER_INPUT):
+        if method.startswith((LAYER_INPUT, EXPERT)):
             return list(range(self.layers))
         kind = kind_of(method)
         return [i for i in range(self.layers) if not self.kinds or self.kinds[i] == kind]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, if blocks route their tokens to some of them; else 0."""
+        ports = (port for method in self.methods.values() for port in method.inputs)
+        routing = (port.shape[1] for port in ports if port.role == "routing_gradient")
+        return next(routing, 0)
 
     @property
     def adapter(self) -> StateTensor | None:

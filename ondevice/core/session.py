@@ -46,12 +46,15 @@ class StepResult:
             whole run (P-RGE section 3; the update is learning_rate / q * sum of g_i z_i).
         overlap: what overlapped in the step before, seconds and bytes (`ondevice.offload.device.Overlap`), for
             methods that offload.
+        experts: of a mixture whose experts are read as tokens need them: how many of `all` were `read`, their
+            `bytes`, and the `bytes_per_token` of the batch.
     """
 
     loss: float
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...] = ()
     overlap: dict[str, Any] | None = field(default=None, compare=False)
+    experts: dict[str, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

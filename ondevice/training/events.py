@@ -115,6 +115,9 @@ class Step(Event):
     eta_s: float = 0.0
     overlap: dict[str, Any] | None = None
     """For methods that offload: seconds and bytes by lane of the step before, and what bounded it."""
+    experts: dict[str, float] | None = None
+    """For a mixture whose experts are read as tokens need them: how many of `all` were `read`, their `bytes`, and the
+    `bytes_per_token` of the batch."""
     preferences: dict[str, float] | None = None
     """Of preferences: rewards of chosen and rejected answers, margin, accuracy, KL. Of grpo: reward, its deviation in a
     group, share of clipped answers, tokens of an answer, KL."""

@@ -297,6 +297,7 @@ class Run:
             **self.history.figures(),
             peak_device_bytes=self.history.peak_device_bytes,
             overlap=self.history.overlap,
+            experts=self.history.experts,
             evaluation=self.evaluation,
             best_evaluation=self.best_evaluation,
             best_score=best_score,
@@ -367,6 +368,7 @@ class Run:
             peak_device_bytes=self.memory.device_bytes(),
             eta_s=self.history.eta_s(seconds, self.settings.steps - step - 1),
             overlap=result.overlap,
+            experts=result.experts,
             preferences=figures,
         )
         self.log.write(event)

@@ -180,6 +180,7 @@ class RunHistory:
         self.peak_memory_bytes = 0
         self.peak_device_bytes: int | None = None
         self.overlap: dict[str, Any] | None = None
+        self.experts: dict[str, float] | None = None
         for event in logged:
             self.add(event)
 
@@ -200,6 +201,7 @@ class RunHistory:
         self.times_s.append(event.step_time_s)
         self.tokens += event.tokens
         self.overlap = event.overlap or self.overlap
+        self.experts = event.experts or self.experts
         self.peak_memory_bytes = max(self.peak_memory_bytes, event.peak_memory_bytes)
         if event.peak_device_bytes is not None:
             self.peak_device_bytes = max(self.peak_device_bytes or 0, event.peak_device_bytes)
@@ -265,6 +267,7 @@ class RunResult:
         checkpoint: the newest checkpoint.
         interrupted: the run was asked to stop before its end; its state is saved.
         overlap: of the last step but one, for methods that offload.
+        experts: what the last step read of a mixture's experts (`events.Step`), if it reads what tokens need.
         signal: why: `SIGINT`, `SIGTERM`, ... or the reason of `StopRequest.request`.
         stopped_early: the run ended before its last step, because evaluations did not improve (`train.patience`).
         raised: what a callback raised, which ended the run.
@@ -284,6 +287,7 @@ class RunResult:
     interrupted: bool
     signal: str = ""
     overlap: dict[str, Any] | None = None
+    experts: dict[str, float] | None = None
     stopped_early: bool = False
     raised: Exception | None = None
     best_evaluation: EvalResult | None = None

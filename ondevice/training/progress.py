@@ -49,6 +49,7 @@ class ProgressSink:
         self.summary = summary
         self.steps = 0
         self._overlap: dict[str, Any] | None = None
+        self._experts: dict[str, float] | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -101,6 +102,8 @@ class ProgressSink:
                 self._stop()
                 if self._overlap:
                     self._say(describe_overlap(self._overlap))
+                if self._experts:
+                    self._say(describe_experts(self._experts))
                 if event.reason:
                     self._say(event.reason)
                 if not self.summary:
@@ -113,6 +116,7 @@ class ProgressSink:
     def _step(self, event: events.Step) -> None:
         done = event.step + 1
         self._overlap = event.overlap or self._overlap
+        self._experts = event.experts or self._experts
         figures = (
             f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {size_text(_memory(event))}  "
             f"{duration(event.eta_s)} left"
@@ -240,6 +244,15 @@ def describe_overlap(overlap: dict[str, Any]) -> str:
     if limit is None:
         return text
     return f"{text}; simulated bus of {limit:g} GB/s"
+
+
+def describe_experts(experts: dict[str, float]) -> str:
+    """Describe in one line what a step read of a mixture's experts."""
+    each = size_text(round(experts["bytes_per_token"]))
+    return (
+        f"the last step read {experts['read']:g} of {experts['all']:g} experts, "
+        f"{size_text(round(experts['bytes']))}: {each} a token"
+    )
 
 
 def duration(seconds: float) -> str:

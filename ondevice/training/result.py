@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FIGURES = (
     "steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes",
-    "overlap", "interrupted", "stopped_early",
+    "overlap", "experts", "interrupted", "stopped_early",
 )  # fmt: skip
 
 

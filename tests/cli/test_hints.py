@@ -43,7 +43,7 @@ REFUSED = {
     "another target's method": f"export tiny:llama {EXPORT} --target apple-mlx --method prge",
     "mesp of layer norms": f"export tiny:gpt2 {EXPORT} --method mesp",
     "lora of layer norms": f"export tiny:gpt2 {EXPORT} --method lora",
-    "a program of experts": f"export tiny:qwen3_moe {EXPORT} --method mesp",
+    "a program of experts": f"export tiny:qwen3_moe {EXPORT} --method prge",
     "a program of unknown blocks": f"export stablelm {EXPORT} --method mesp",
     "a type of llama.cpp for a program": f"export tiny:llama {EXPORT} --quantize q4_k_m",
     "ExecuTorch of experts": "convert experts --to executorch --out converted",

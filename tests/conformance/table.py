@@ -282,6 +282,8 @@ PROGRAMS = (
     ),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of qwen2_moe", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_5_text", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of smollm3", adapter_error=2e-4),
     Row(

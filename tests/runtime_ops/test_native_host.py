@@ -214,6 +214,7 @@ def link(text: str, folder: Path) -> str:
         (field("target", value="android-npu"), "not an artifact that this host runs"),
         (field("program_spec", "shape", value="step"), "not an artifact that this host runs"),
         (field(*FORWARD, "role", value="layer_input"), "which this host does not compute"),
+        (field(*FORWARD, "role", value="normed_gradient"), "'normed_gradient', which this host"),
         (field("program", value="../program.pte"), "outside the folder"),
         (field("program_spec", "weights", value="/etc/passwd"), "outside the folder"),
         (link, "a link leads outside"),

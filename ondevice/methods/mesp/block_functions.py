@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.core.dims import EXPERTS, GATED_MLP, MoeDims
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
@@ -17,6 +18,7 @@ from ondevice.methods.mesp.integer import Integers, unit_scales
 from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import head_tile_rows
 from ondevice.methods.mesp.torch.block import Block, Linear
+from ondevice.methods.mesp.torch.routing import Routed
 from ondevice.methods.mesp.torch.weights import factor, mixer_tensor, plain_norms
 from ondevice.nn.calibrated import round_model
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 IN_BLOCK = "model.layers.{layer}"
 EMBEDDING = "model.embed_tokens.weight"
+ROUTER = f"{IN_BLOCK}.mlp.gate.weight"
+SHARED_GATE = f"{IN_BLOCK}.mlp.shared_expert_gate.weight"
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
 TABLE_FORMS: dict[str, TableForm] = {
@@ -57,6 +61,8 @@ class BlockFunctions:
             in the place of each layer's.
         table: ports of the embedding; `head` and `norm` those of a tile of the head and of the
             norm before it.
+        expert: ports of the matrices of one expert, `{expert}` for its number, and their names
+            `expert_names`; () without experts.
         layer_input: ports of what makes a layer's input: the tokens' embeddings for that layer, the
             projection of their embedding, and the factor of its norm; () if layers have none.
         tile_rows: rows of the head that a tile has.
@@ -88,6 +94,10 @@ class BlockFunctions:
         self.norm = frozen_port(f"{loaded.family.last_norm}.weight", (self.dims.hidden,))
         self.table = self.table_form.ports(EMBEDDING, (self.dims.vocab, self.dims.hidden))
         self.layer_input = self._layer_input_ports()
+        self.expert_names = tuple(
+            f"{IN_BLOCK}.mlp.{target.replace('.', '.{expert}.')}" for target in EXPERTS
+        )
+        self.expert = self._expert_ports()
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -108,11 +118,14 @@ class BlockFunctions:
         matrices = {
             f"{linear_name(self.loaded, target)}.weight" for target in self.dims.linear_shapes
         }
+        matrices |= self._shared_shapes.keys()
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
             for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen(layer)):
                 form = self.linear_form if name in matrices else None
                 tensors |= self._packed(name.format(layer=layer), form)
+            if self.expert:
+                tensors |= self._experts(layer)
         if self.layer_input:
             tensors |= self._layer_inputs()
         tensors |= self._packed(self.norm.name, None)
@@ -130,6 +143,63 @@ class BlockFunctions:
             *self.linear_form.ports(f"{projection}.{{layer}}", (width, self.dims.hidden)),
             frozen_port(norm, (width,)),
         )
+
+    def _expert_ports(self) -> tuple[TensorPort, ...]:
+        if not isinstance(self.dims, MoeDims):
+            return ()
+        width = self.dims.expert_intermediate
+        shapes = ((2 * width, self.dims.hidden), (self.dims.hidden, width))
+        both = zip(self.expert_names, shapes, strict=True)
+        return tuple(one for name, shape in both for one in self.linear_form.ports(name, shape))
+
+    def _experts(self, layer: int) -> dict[str, np.ndarray]:
+        """A layer's experts one after the other, so that what one of them is read for is together
+        in the file."""
+        names = (f"model.layers.{layer}.mlp.{target}" for target in EXPERTS)
+        wholes = [self.loaded.model.get_parameter(name).detach() for name in names]
+        tensors: dict[str, np.ndarray] = {}
+        for expert in range(self.dims.experts):
+            for form_name, whole in zip(self.expert_names, wholes, strict=True):
+                name = form_name.format(layer=layer, expert=expert)
+                packed = self.linear_form.pack(name, whole[expert].float())
+                if self.quantize != "none":
+                    whole[expert].copy_(self.linear_form.matrix(name, packed).dense())
+                tensors |= arrays(packed)
+        return tensors
+
+    @property
+    def _shared_shapes(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the matrices of the expert for all tokens, by name."""
+        if not isinstance(self.dims, MoeDims) or not self.dims.shared_intermediate:
+            return {}
+        width = self.dims.shared_intermediate
+        hidden = self.dims.hidden
+        shapes = dict.fromkeys(GATED_MLP, (width, hidden)) | {"down_proj": (hidden, width)}
+        return {
+            f"{IN_BLOCK}.mlp.shared_expert.{part}.weight": shape for part, shape in shapes.items()
+        }
+
+    def _mixture_ports(self) -> list[TensorPort]:
+        """What a block takes of its mixture: the router, and the expert for all with its gate."""
+        if not isinstance(self.dims, MoeDims):
+            return []
+        ports = [frozen_port(ROUTER, (self.dims.experts, self.dims.hidden))]
+        if self._shared_shapes:
+            ports.append(frozen_port(SHARED_GATE, (1, self.dims.hidden)))
+        for name, shape in self._shared_shapes.items():
+            ports += self.linear_form.ports(name, shape)
+        return ports
+
+    def _routed(self, tensors: Mapping[str, Tensor]) -> Routed | None:
+        if not isinstance(self.dims, MoeDims):
+            return None
+        shared = {
+            name.split(".")[-2]: self.linear_form.matrix(name, tensors)
+            for name in self._shared_shapes
+        }
+        normalised = bool(self.loaded.model.config.norm_topk_prob)
+        gate = tensors.get(SHARED_GATE)
+        return Routed(tensors[ROUTER], self.dims.active_experts, normalised, shared, gate)
 
     def _layer_inputs(self) -> dict[str, np.ndarray]:
         """Each layer's part of the tokens' embeddings, [vocab, W], and of what projects theirs, so
@@ -243,7 +313,7 @@ class BlockFunctions:
             part: tensors[f"{IN_BLOCK}.{name}"]
             for part, (name, _) in self.dims.mixer_tensors(layer).items()
         }
-        return Block(norms, linears, layer, mixer=mixer)
+        return Block(norms, linears, layer, mixer=mixer, routed=self._routed(tensors))
 
     def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 0) -> Tensor:
         """Lay the gradients of A and B by part of the block into a layer's range, float32 [layer_size]."""
@@ -298,7 +368,7 @@ class BlockFunctions:
             ports += self.linear_form.ports(f"{name}.weight", (one.outputs, one.inputs))
             if dims.linear_bias(one.target):
                 ports.append(frozen_port(f"{name}.bias", (one.outputs,)))
-        return tuple(ports)
+        return (*ports, *self._mixture_ports())
 
     def _constants(self) -> dict[str, tuple[int, int]]:
         shapes: dict[str, tuple[int, int]] = {}

@@ -116,13 +116,16 @@ class OneBlock(nn.Module):
 
 
 class BlockForward(OneBlock):
-    """[N, D] -> [N, D], and keys and values that later blocks read."""
+    """[N, D] -> [N, D], and keys and values that later blocks read; or, of a mixture, what its
+    experts are to be given."""
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         fields, (adapter, *frozen) = self.read(tensors, False)
         block = replace(self.block(adapter, tuple(frozen)), **fields)
         position = (self.cos, self.sin)
         y = self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
+        if block.routed is not None:
+            return y, *block.routed.taken()
         if not self.functions.dims.traits.lends_keys(self.layer):
             return y
         assert block.shared is not None  # noqa: S101 - `read` made it
@@ -138,9 +141,13 @@ class BlockBackward(OneBlock):
         functions = self.functions
         gradients = {}
         count = 1 + len(functions.moments)
-        fields, (step, rate, *rest) = self.read(tensors, True)
+        fields, (*rest,) = self.read(tensors, True)
+        through_experts = (rest.pop(0), rest.pop(0)) if functions.expert else None
+        step, rate, *rest = rest
         vectors = tuple(rest[:count])
         block = replace(self.block(vectors[0], tuple(rest[count:])), **fields)
+        if block.routed is not None:
+            block.routed.gradients = through_experts
         position = (self.cos, self.sin)
 
         def keep(target: str, ga: Tensor, gb: Tensor) -> None:

@@ -22,6 +22,7 @@ from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, LayerInput
 from ondevice.methods.mesp.cached import cached_modules
+from ondevice.methods.mesp.experts import expert_modules, routing_gradients, routing_ports
 from ondevice.methods.mesp.frozen import arrays
 from ondevice.methods.mesp.lora import FlatEntry
 from ondevice.methods.mesp.memory import HEAD_ROWS
@@ -145,6 +146,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
                 )
             for end, layer in layers:
                 read, lent = shared_ports(dims, layer, rows, length, False)
+                lent += routing_ports(functions, rows * length)
                 inputs = (hidden, *read, ranges[0], *functions.frozen(layer))
                 forward = BlockForward(functions, rows, length, layer)
                 modules.append(
@@ -157,6 +159,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         gradient = port("gradient", "gradient", hidden.shape)
         for end, layer in layers:
             read, sums = shared_ports(dims, layer, export.batch_size, length, True)
+            read += routing_gradients(functions, export.batch_size * length)
             inputs = (hidden, gradient, *read, *scalars, *ranges, *functions.frozen(layer))
             backward = BlockBackward(functions, export.batch_size, length, layer)
             modules.append(
@@ -168,6 +171,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
                     inside,
                 )
             )
+    modules += expert_modules(functions, max(export.batch_size, export.eval_batch_size) * longest)
     modules += _head_modules(functions, export)
     if export.shared_context:
         modules += cached_modules(functions, ranges[0], export.shared_context)
@@ -182,8 +186,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         for layer in range(dims.layers)
     ]
     used = set()
-    # This project's ops have no cap of logits, and know no keys of other blocks.
-    in_ops = not dims.traits.hands_on and not dims.traits.logit_cap
+    # This project's ops have no cap of logits, and know no keys of other blocks and no experts.
+    in_ops = not (dims.traits.hands_on or dims.traits.logit_cap or dims.experts)
     if export.kernels == "auto" and has_compiler() and in_ops:
         from ondevice.methods.mesp.fused import fused_modules  # registers the ops
 

@@ -18,6 +18,7 @@ from ondevice.core.manifest import port
 from ondevice.core.program import ProgramModule
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.block_modules import Embed, OneBlock
+from ondevice.methods.mesp.experts import routing_ports
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -55,7 +56,7 @@ class BlockCached(OneBlock):
         values: Tensor,
         adapter: Tensor,
         *frozen: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         dims = self.functions.dims
         block = self.block(adapter, frozen)
         blocks = self.blocks
@@ -70,11 +71,9 @@ class BlockCached(OneBlock):
         group = dims.heads // dims.kv_heads
         causal = self.causal[None].expand(group, -1, -1).reshape(group * self.tokens, self.tokens)
         o = attend_cached(dims, q, (keys, values), (new_keys, new_values), unread, causal)
-        return (
-            blocks._mlp(block, stages.out(block, x, o)),
-            new_keys,
-            new_values,
-        )
+        y = blocks._mlp(block, stages.out(block, x, o))
+        mixed = () if block.routed is None else block.routed.taken()
+        return y, new_keys, new_values, *mixed
 
 
 def attend_cached(
@@ -141,6 +140,6 @@ def cached_modules(
         )
         block = BlockCached(functions, tokens, context)
         inputs = (hidden, start, *cache, adapter, *functions.frozen())
-        outputs = (hidden, *cache_ports(dims, tokens))
+        outputs = (hidden, *cache_ports(dims, tokens), *routing_ports(functions, tokens))
         modules.append(ProgramModule(f"block_{name}", block, inputs, outputs))
     return modules

@@ -28,8 +28,8 @@ _BY_LAYER = ("head_dims", "key_heads", "mlp_widths", "key_layers", "keys_as_valu
              "value_norm", "layer_input", "output_scale", "logit_cap")  # fmt: skip
 IN_STAGES = tuple(name for name in IN_MLX if name not in _BY_LAYER)
 """Traits that a program of MLX's stages knows, whose hosts run one list for each mixer."""
-IN_BLOCKS = _TRAITS
-"""Traits that block programs know: all, but no experts."""
+IN_BLOCKS = (*_TRAITS, EXPERTS)
+"""Traits that block programs know."""
 
 
 def check_family(

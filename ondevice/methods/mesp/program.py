@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.dims import MoeDims, is_expert_parameter
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import GraphProgram, TorchProgram
 from ondevice.core.traits import beyond_llama
@@ -57,6 +58,8 @@ def problems(
             f"export.rounding is rows: blocks of {dims.family} read more than their input, so their "
             "outputs are not kept one by one; expected nearest"
         )
+    if isinstance(dims, MoeDims):
+        problems += _mixture_problems(config, export, dims)
     if config.max_grad_norm is not None:
         problems.append(
             "a mesp program updates each block as its gradients are known: "
@@ -67,6 +70,31 @@ def problems(
     if config.micro_batch_size is not None and config.micro_batch_size < export.batch_size:
         problems.append(
             "a mesp program computes all rows of a batch at once: method.micro_batch_size=null"
+        )
+    return problems
+
+
+def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -> list[str]:
+    problems = []
+    on_experts = [target for target in config.target_modules if is_expert_parameter(target)]
+    if on_experts:
+        problems.append(
+            f"method.target_modules has {', '.join(on_experts)}: a block program has no adapters on "
+            f"experts; expected {', '.join(dims.linear_shapes)}"
+        )
+    if dims.dense_layers:
+        problems.append(
+            f"{dims.family} has no experts in layers {', '.join(map(str, dims.dense_layers))}: a "
+            "block program needs them in every layer"
+        )
+    if export.quantize == "8da8w":
+        problems.append(
+            "export.quantize is 8da8w: its functions hold matrices, and a mixture's are read as "
+            "tokens need them; expected none, int8 or q4"
+        )
+    if export.rounding == "rows":
+        problems.append(
+            "export.rounding is rows: levels of experts are not chosen on rows; expected nearest"
         )
     return problems
 

@@ -72,6 +72,12 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         check_traits(dims, "a program of prge's step", IN_PROGRAM, max(export.lengths_tokens))
     except ModelError as error:
         problems.append(error.reason)
+    if dims.experts:
+        problems.append(
+            f"{dims.family} is a mixture of experts that each token chooses: a whole step is made before "
+            f"the tokens are known, and would compute all {dims.experts} of them for each; expected "
+            "--method mesp, jetson with --quantize none, or MLX"
+        )
     if not (config.batch_signs and config.batch_queries):
         problems.append(
             "an exported step is one forward pass: leave batch_signs and batch_queries on"

@@ -17,6 +17,7 @@ from ondevice.nn.rows_apart import BranchesApart, RowsApart
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
+    from ondevice.methods.mesp.torch.routing import Routed
 
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and
@@ -79,6 +80,7 @@ class Block:
             is [channels, taps].
         shared: keys and values, if another block's are these, or this block's are another's.
         layer_input: what the block reads of its tokens' own embeddings, [N, W].
+        routed: a mixture whose experts are computed elsewhere.
     """
 
     norms: dict[str, Tensor]
@@ -89,6 +91,7 @@ class Block:
     mixer: Mapping[str, Tensor] = field(default_factory=dict)
     shared: SharedKeys | None = None
     layer_input: Tensor | None = None
+    routed: Routed | None = None
 
 
 class BlockLayers:

@@ -25,10 +25,11 @@ from ondevice.methods.mesp.torch.delta import Delta
 from ondevice.methods.mesp.torch.kept import Kept
 from ondevice.methods.mesp.torch.kernels import Dense, Position
 from ondevice.methods.mesp.torch.mlp import BehindMlp, Mlp
+from ondevice.methods.mesp.torch.routing import Routing
 from ondevice.nn.cross_entropy import row_chunks
 
 
-class Stages(Attention, Convolution, Delta, Mlp, BehindMlp):
+class Stages(Attention, Convolution, Delta, Mlp, BehindMlp, Routing):
     """The stages by name; shapes of a call come with `rows`."""
 
     def out(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
@@ -199,6 +200,8 @@ class Blocks:
     def _mlp(self, block: Block, m: Tensor, kept: Kept | None = None) -> Tensor:
         """m + the MLP of it, in m's memory."""
         s = self.stages
+        if block.routed is not None:
+            return s.routed(block, m)
         if block.mlp is not None:
             return s.other_mlp(block, m)
         n = s.mlp_norm(block, m)
@@ -246,6 +249,8 @@ class Blocks:
         p: Tensor | None,
     ) -> Tensor:
         s = self.stages
+        if block.routed is not None:
+            return s.routed_backward(block, m, g)
         if block.mlp is not None:
             if s.has_behind(block):
                 y = s.other_mlp(block, m.clone())

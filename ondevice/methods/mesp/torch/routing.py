@@ -1,0 +1,123 @@
+"""A mixture of experts without the experts: the router and the expert for all tokens, forward and
+backward by hand. Who runs the block computes each expert on the tokens that chose it.
+
+With p = softmax(n R^T) a token's experts are the K largest of p. Their weights w are these p, or
+these p over their sum s. Gradients go through the weights, not through the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ondevice.methods.mesp.torch.block import Block, BlockLayers
+from ondevice.methods.mesp.torch.kernels import Matrix
+
+
+@dataclass
+class Routed:
+    """What a block has of its mixture, what it gives its experts and takes from them.
+
+    Attributes:
+        router: R, [experts, D].
+        active: experts of a token, K.
+        normalised: the weights of a token's experts add up to 1.
+        shared: `gate_proj`, `up_proj` and `down_proj` of the expert for all tokens; empty if there
+            is none.
+        shared_gate: [1, D]; the sigmoid of its product is that expert's weight.
+        normed: n, [N, D], from the forward pass on.
+        weights: w, [N, experts], from the forward pass on; 0 where a token did not choose an
+            expert.
+        gradients: of `normed` through the chosen experts, [N, D], and of `weights`, [N, experts],
+            0 where `weights` is; for the backward pass.
+    """
+
+    router: Tensor
+    active: int
+    normalised: bool
+    shared: Mapping[str, Matrix]
+    shared_gate: Tensor | None = None
+    normed: Tensor | None = None
+    weights: Tensor | None = None
+    gradients: tuple[Tensor, Tensor] | None = None
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Return `normed` and `weights`."""
+        assert self.normed is not None and self.weights is not None  # noqa: S101 - it ran before
+        return self.normed, self.weights
+
+
+class Routing(BlockLayers):
+    """The stages of a block whose experts are computed elsewhere."""
+
+    def routed(self, block: Block, m: Tensor) -> Tensor:
+        """Return the middle m and the expert for all, [N, D]; the chosen experts are to be added."""
+        routed = block.routed
+        assert routed is not None  # noqa: S101 - the caller looked
+        n = self.normed(block, "before_mlp", m)
+        routed.normed = n
+        _, routed.weights, _ = self._routing(routed, n)
+        if routed.shared_gate is None:
+            return m
+        return m + self._share(routed, n) * self._for_all(routed, n)
+
+    def routed_backward(self, block: Block, m: Tensor, g: Tensor) -> Tensor:
+        """Compute g + the gradient of m through router and experts, in g's memory."""
+        routed = block.routed
+        assert routed is not None and routed.gradients is not None  # noqa: S101 - given by the caller
+        n = self.normed(block, "before_mlp", m)
+        gn, gw = routed.gradients
+        p, weights, total = self._routing(routed, n)
+        if routed.normalised:
+            inner = (gw * weights).sum(-1, keepdim=True)
+            gw = torch.where(weights > 0.0, (gw - inner) / total, 0.0)
+        logits = p * (gw - (gw * p).sum(-1, keepdim=True))
+        gn = gn + torch.mm(logits, routed.router)
+        if routed.shared_gate is not None:
+            gn = self._for_all_backward(routed, n, g, gn)
+        return self.normed_backward(block, "before_mlp", m, gn, g)
+
+    @staticmethod
+    def _routing(routed: Routed, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return p [N, experts], w [N, experts] and s [N, 1]."""
+        p = torch.softmax(functional.linear(n, routed.router), -1)
+        chosen, experts = torch.topk(p, routed.active, -1)
+        total = chosen.sum(-1, keepdim=True)
+        if routed.normalised:
+            chosen = chosen / total
+        return p, torch.zeros_like(p).scatter(1, experts, chosen), total
+
+    @staticmethod
+    def _share(routed: Routed, n: Tensor) -> Tensor:
+        """Return the weight of the expert for all, [N, 1]."""
+        assert routed.shared_gate is not None  # noqa: S101 - the caller looked
+        return torch.sigmoid(functional.linear(n, routed.shared_gate))
+
+    def _for_all(self, routed: Routed, n: Tensor) -> Tensor:
+        """Return the expert for all, without its weight."""
+        gate, up = (self._routed_product(routed, part, n) for part in ("gate_proj", "up_proj"))
+        return self._routed_product(
+            routed, "down_proj", self.kernels.glu(self.traits.activation, gate, up)
+        )
+
+    def _for_all_backward(self, routed: Routed, n: Tensor, g: Tensor, gn: Tensor) -> Tensor:
+        """Return gn + the gradient of n through the expert for all and its weight."""
+        assert routed.shared_gate is not None  # noqa: S101 - the caller looked
+        share = self._share(routed, n)
+        backward = self.kernels.frozen_backward
+        gate, up = (self._routed_product(routed, part, n) for part in ("gate_proj", "up_proj"))
+        act = self.kernels.glu(self.traits.activation, gate, up)
+        gact = backward(g, routed.shared["down_proj"], None)
+        # <g, down act> is <g down, act>: the expert's output itself is not computed.
+        gshare = (gact * act).sum(-1, keepdim=True) * share * (1.0 - share)
+        ggate, gup = self.kernels.glu_backward(self.traits.activation, gate, up, gact * share)
+        gn = backward(ggate, routed.shared["gate_proj"], gn)
+        gn = backward(gup, routed.shared["up_proj"], gn)
+        return gn + gshare * routed.shared_gate
+
+    def _routed_product(self, routed: Routed, part: str, x: Tensor) -> Tensor:
+        return self.kernels.frozen_linear(x, routed.shared[part], None, None)
