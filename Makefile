@@ -66,7 +66,7 @@ android-test: model
 ## make fleet-test  a fleet of three devices over Flower, in an environment with Flower on top of .venv's packages
 fleet-test: setup
 	@.ci/on-top fleet
-	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet tests/server/test_fleets.py -m flower $(ARGS)
+	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest -n 2 --dist loadfile tests/fleet tests/server/test_fleets.py -m flower $(ARGS)
 
 ## make clients-test  LiteLLM, llm and lm-eval ask the daemon, in an environment with them on top of .venv's packages
 clients-test: setup

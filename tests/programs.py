@@ -290,20 +290,25 @@ ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
 NIGHTLY = {
     "q4 untied, tiled, labelled",
     "gemma3_text",
+    "lfm2",
     "pairs, int8",
+    "blocks of gemma3_text",
     "blocks of lfm2, q4",
     "blocks of lfm2, 8da8w",
     "blocks of qwen2_moe",
     "blocks of qwen2_moe, q4",
+    "blocks of qwen3_5_text",
     "blocks of qwen3_5_text, int8",
-    "blocks of qwen3_5_text, q4",
     "blocks of qwen3_5_text, 8da8w",
     "blocks of smollm3",
     "npu unrolled",
+    "npu subspace",
     "npu w8",
 }
 """Programs that the nightly job lowers and a run of every change does not, since each joins what
-others have one by one: a form of weights of a further kind of block, or several settings."""
+others have one by one: a form of weights of a further kind of block, or several settings. Of the
+families Granite, Gemma 4 (windows), LFM2 (convolutions) and Qwen 3.5 (a delta rule) are lowered on
+every change."""
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 import subprocess
-import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ondevice.api.offload import offload
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.models.load import tiny_model
 from tests.offload.test_whole import decoder
+from tests.warm import PRELOADED, Warm
 
 RATE, STEPS = 1e-3, 6
 FAST: dict[str, Any] = {"lr": RATE, "eps": 1e-6, "device": "cpu", "threads": 1}
@@ -310,13 +312,28 @@ its own, or this one before it trains; GRPO's answers are drawn by the model whi
 TRACKED = {"SFT": "loss", "DPO": "rewards/margins", "GRPO": "kl"}
 
 
+@pytest.fixture(scope="module")
+def trl() -> Iterator[Warm]:
+    """Processes that begin with TRL's trainers imported, which takes ten seconds of a processor."""
+    pytest.importorskip("trl")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+        # A process with Arrow's thread cannot fork.
+        patch.setenv("JE_ARROW_MALLOC_CONF", "background_thread:false")
+        trainers = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo")]
+        processes = Warm(Path(folder), (*PRELOADED, "datasets", *trainers))
+        yield processes
+        processes.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "tied"), [("SFT", True), ("DPO", True), ("DPO", False), ("GRPO", False)]
 )
-def test_a_stock_trl_script_has_its_own_losses(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_stock_trl_script_has_its_own_losses(
+    kind: str, tied: bool, tmp_path: Path, trl: Warm
+) -> None:
     """The script is TRL's; two lines differ, and its fused kernels run in Triton's interpreter. The
     tied DPO model is its own reference."""
-    pytest.importorskip("trl")
     from transformers import AutoModelForCausalLM
 
     tiny = tiny_model("llama", layers=3, tied=tied)
@@ -332,8 +349,8 @@ def test_a_stock_trl_script_has_its_own_losses(kind: str, tied: bool, tmp_path: 
     for name, text in (("stock", stock), ("ours", changed)):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, tmp_path / f"{name}.py", tmp_path / "model", tmp_path / name],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            [trl.python, tmp_path / f"{name}.py", tmp_path / "model", tmp_path / name],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]

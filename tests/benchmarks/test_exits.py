@@ -80,7 +80,7 @@ def test_rows_learned_by_heart_come_back_through_every_reader(
     model = save_tiny(tmp_path / "model", "llama", vocab=288, layers=2, **sizes)
     work = by_heart.Work(tmp_path, name, argparse.Namespace(model=str(model), rows=4))
     here("train", model, "--data", work.path, "--out", work.run, "--method", "lora", "--rank", 16,
-         "--target-modules", LINEARS, "--steps", 500, "--learning-rate", 0.01, "--schedule",
+         "--target-modules", LINEARS, "--steps", 200, "--learning-rate", 0.01, "--schedule",
          "cosine", "--batch-size", 4, "--quiet")  # fmt: skip
     for row in by_heart.ask(work, ["predict", "chat", "ollama"]):
         assert row["right"] == row["rows"] == 4, row

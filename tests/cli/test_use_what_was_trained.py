@@ -31,6 +31,7 @@ def _end() -> str:
     raise EOFError
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 @pytest.mark.slow
 def test_rows_learned_by_heart_are_answered_by_predict_and_by_chat(

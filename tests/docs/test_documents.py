@@ -39,6 +39,8 @@ EVERY_MARKDOWN = list(
     )
 )
 TESTED = [path for path in DOCUMENTS if documents.blocks(path.read_text())]
+AS_README = "docs/tutorials/chat.md"
+"""A page whose commands are README's: `train` on chats, `chat`, `convert --to ollama`."""
 
 
 def name(path: Path) -> str:
@@ -69,7 +71,13 @@ def run(
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("document", TESTED, ids=name)
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(path, id=name(path), marks=[pytest.mark.nightly] * (name(path) == AS_README))
+        for path in TESTED
+    ],
+)
 def test_the_examples_of_a_page_run(document: Path, tmp_path: Path, warm: Warm) -> None:
     options = () if ALL else ("--few-steps",)
     done = run(document, tmp_path, *options, python=warm.python)

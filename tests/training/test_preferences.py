@@ -135,6 +135,7 @@ def test_other_objectives_of_pairs_are_named(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / FILE_NAME).exists() == has_reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [pairs(), thumbs()], ids=["pairs", "thumbs"])
 @pytest.mark.parametrize(
     "method",

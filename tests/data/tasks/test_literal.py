@@ -147,6 +147,7 @@ def test_a_mentioned_mark_has_the_ids_of_a_tokenizer_without_it(family: str, kin
     assert encoded(own, plain) == encoded(oracle, plain) == whole["input_ids"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("template", names())
 def test_every_public_template_keeps_only_its_own_marks(template: str, tmp_path) -> None:
     tokenizer = tokenizer_for(template)

@@ -336,7 +336,7 @@ def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
 IN_OPS = ["blocks", "blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks of gemma3_text"]
 
 
-@pytest.mark.parametrize("name", IN_OPS)
+@pytest.mark.parametrize("name", parameters(IN_OPS))
 def test_functions_in_this_projects_ops_learn_what_those_of_the_stock_runtime_do(name) -> None:
     folder = program(name)
     manifest = read_manifest(folder)

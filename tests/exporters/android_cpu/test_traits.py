@@ -15,7 +15,7 @@ from ondevice.exporters.base import ExportJob
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.prge import program as program_module
 from ondevice.models import load_model, save_tiny, tiny_model
-from tests.programs import program
+from tests.programs import marks, program
 
 
 def job(folder: Path, method: str) -> ExportJob:
@@ -25,13 +25,14 @@ def job(folder: Path, method: str) -> ExportJob:
     return ExportJob(ModelConfig(source=str(folder)), method_config(method, {"rank": 2}), settings)
 
 
+KINDS = {"granite": (), "gemma3_text": (0, 1, 0), "lfm2": (0, 1, 0), "smollm3": (0, 1, 0)}
+
+
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
-        ("granite", ()),
-        ("gemma3_text", (0, 1, 0)),
-        ("lfm2", (0, 1, 0)),
-        ("smollm3", (0, 1, 0)),
+        pytest.param(family, kinds, marks=marks(f"blocks of {family}"))
+        for family, kinds in KINDS.items()
     ],
 )
 def test_a_block_program_has_functions_for_every_kind_of_layer(

@@ -78,6 +78,7 @@ def state(engine: LspEngine) -> dict[str, np.ndarray]:
     return {name: as_numpy(tensor).copy() for name, tensor in saved.state_arrays(engine).items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "tied"), CASES, ids=str)
 def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> None:
     straight, resumed = opened(config, tied), opened(config, tied)

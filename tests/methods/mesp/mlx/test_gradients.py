@@ -354,6 +354,7 @@ def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
         x = model.forward(layer, x)
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 @pytest.mark.slow
 def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_differentiation(

@@ -126,6 +126,7 @@ def test_gradients_of_smollm2_s_shape(gradients, length) -> None:
         assert error <= ALLOWED * rounding[name], name
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 @pytest.mark.slow
 def test_gradients_of_smollm2_itself() -> None:
