@@ -36,9 +36,11 @@ _FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 _HEADS = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
 _FLOAT32 = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
 """Parts of the names of matrices that stay in float32: a router's, a convolution's."""
-_FINER = (".attn_v.weight", ".ffn_down.weight", ".ffn_down_exps.weight")
-"""Matrices that a mixture keeps in 6 bits in half of the layers."""
-_FINER_QKV = {"q4_k_m": "q5_k", "q5_k_m": "q6_k", "q6_k": "q6_k"}
+_FINER = ((".attn_v.weight", ".attn_qkv.weight"), (".ffn_down",))
+"""Parts of the names of matrices that a mixture keeps in 6 bits in half of the layers; the places of
+each group are counted together."""
+_EIGHT = 8
+"""Experts of a model whose small matrices of the attention llama-quantize keeps finer."""
 _CHUNK_NUMBERS = 1 << 20
 
 
@@ -91,20 +93,33 @@ def _type_of(name: str, shape: tuple[int, ...], requested: str, mixed: Mapping[s
 
 
 def _mixture(shapes: Mapping[str, tuple[int, ...]], requested: str) -> dict[str, str]:
-    """Return the types that llama-quantize gives each matrix, if its rows are whole blocks."""
+    """Return the types that llama-quantize gives each matrix, if its rows are whole blocks.
+
+    Only its exception for models of 70 billion parameters is left out.
+    """
     kinds = dict.fromkeys(shapes, MIXTURES[requested])
-    head = "output.weight"
-    if head not in shapes:
-        head = "token_embd.weight"
-    kinds[head] = "q6_k"
-    for suffix in _FINER:
-        own = [name for name in shapes if name.endswith(suffix)]
-        own.sort(key=lambda name: int(name.split(".")[1]))
-        for place, name in enumerate(own):
-            if _has_more_bits(place, len(own)):
+    heads = ["output.weight"]
+    if heads[0] not in shapes:  # the embedding is the head, too
+        heads = [name for name in _HEADS if name in shapes]
+    kinds |= dict.fromkeys(heads, "q6_k")
+    for parts in _FINER:
+        own = [name for name in shapes if any(part in name for part in parts)]
+        layers = sorted({_layer(name) for name in own})
+        for name in own:
+            if _has_more_bits(layers.index(_layer(name)), len(layers)):
                 kinds[name] = "q6_k"
-    fused = [name for name in shapes if name.endswith(".attn_qkv.weight")]
-    return kinds | dict.fromkeys(fused, _FINER_QKV[requested])
+    experts = {shape[0] for name, shape in shapes.items() if "ffn_down_exps" in name}
+    if experts == {_EIGHT}:
+        for name in shapes:
+            if ".attn_v.weight" in name or ".attn_k.weight" in name:
+                kinds[name] = "q8_0"
+            elif ".attn_output.weight" in name and requested == "q4_k_m":
+                kinds[name] = "q5_k"
+    return kinds
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

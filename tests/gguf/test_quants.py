@@ -174,5 +174,17 @@ def test_a_mixture_has_the_types_of_llama_quantize() -> None:
     assert {*types_of({name: (256, 40) for name in shapes}, "q4_k_m").values()} == {
         "float16", "float32"
     }  # fmt: skip
+    fused = {f"blk.{layer}.attn_qkv.weight": (256, 256) for layer in range(8)}
+    per_layer = types_of(fused | {"per_layer_token_embd.weight": (320, 256)}, "q4_k_m")
+    assert [name for name, kind in per_layer.items() if kind == "q4_k"] == [
+        f"blk.{layer}.attn_qkv.weight" for layer in (1, 2, 4, 5)
+    ]
+    experts = shapes | {f"blk.{at}.ffn_down_exps.weight": (8, 256, 256) for at in range(8)}
+    experts |= {f"blk.{at}.attn_output.weight": (256, 256) for at in range(8)}
+    mixed = types_of(experts, "q4_k_m")
+    assert mixed["blk.1.attn_v.weight"] == "q8_0" and mixed["blk.1.attn_output.weight"] == "q5_k"
+    assert (mixed["blk.0.ffn_down_exps.weight"], mixed["blk.1.ffn_down_exps.weight"]) == (
+        "q6_k", "q4_k"
+    )  # fmt: skip
     simple = types_of(shapes, "q4_0")
     assert (simple["token_embd.weight"], simple["blk.0.attn_v.weight"]) == ("q8_0", "q4_0")
