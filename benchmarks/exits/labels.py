@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.common import finish, parse_args
 from benchmarks.exits.readers import (
@@ -165,7 +165,7 @@ def by_transformers(work: Work) -> Labels:
     folder = work.folder / "fused"
     if not folder.exists():
         ondevice("fuse", work.args.model, work.run, "--out", folder)
-    return _picked(work, transformers_scorer(folder))
+    return picked(work, transformers_scorer(folder))
 
 
 def by_llama_cpp(work: Work) -> Labels:
@@ -173,10 +173,23 @@ def by_llama_cpp(work: Work) -> Labels:
     path = work.folder / "merged.gguf"
     if not path.exists():
         ondevice("convert", work.run, "--to", "gguf", "--out", path)
-    return _picked(work, LlamaCpp(path).scorer(read_dims(work.args.model).vocab))
+    return picked(work, LlamaCpp(path).scorer(read_dims(work.args.model).vocab))
 
 
-def _picked(work: Work, score: Scorer) -> Labels:
+class Candidates(Protocol):
+    """Held-out rows with the labels to choose from."""
+
+    def pairs(self) -> list[tuple[tuple[str, str], ...]]:
+        """Return prompt and answer of each candidate, by row."""
+        ...
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return the labels in the order of the candidates, by row."""
+        ...
+
+
+def picked(work: Candidates, score: Scorer) -> Labels:
+    """Return the likeliest label of each row."""
     labels = []
     for pairs, texts in zip(work.pairs(), work.texts(), strict=True):
         if len({prompt for prompt, _ in pairs}) == 1:

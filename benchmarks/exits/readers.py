@@ -124,9 +124,10 @@ def transformers_scorer(folder: Path) -> Scorer:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp (`xllamacpp`) with its own settings, on the CPU."""
+    """A GGUF file in llama.cpp (`xllamacpp`) with its own settings, on the CPU; `adapter` is one of
+    `gguf-lora`."""
 
-    def __init__(self, path: Path, context_tokens: int = 512) -> None:
+    def __init__(self, path: Path, context_tokens: int = 512, adapter: Path | None = None) -> None:
         xllamacpp: Any = importlib.import_module("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
@@ -134,6 +135,8 @@ class LlamaCpp:
         params.n_parallel = 1
         params.warmup = False
         params.n_gpu_layers = 0
+        if adapter is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         params.cpuparams.n_threads = threads
         params.cpuparams_batch.n_threads = threads

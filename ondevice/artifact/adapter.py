@@ -21,6 +21,7 @@ from ondevice.artifact.pairs import (
     KEY,
     PEFT_PREFIX,
     WEIGHTS_NAME,
+    base_weights_of,
     check_tensors,
     digest,
     renamed,
@@ -58,7 +59,8 @@ def load_adapter(folder: str | Path) -> Adapter:
     weights_path = folder / WEIGHTS_NAME
     config = read_config(config_path)
     check_fields(config, config_path)
-    tensors, config = fold_patterns(read_tensors(weights_path), config, config_path)
+    stored, base_weights = read_tensors(weights_path)
+    tensors, config = fold_patterns(stored, config, config_path)
     parameters = config.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         message = f"{config_path}: field 'target_parameters'"
@@ -81,7 +83,8 @@ def load_adapter(folder: str | Path) -> Adapter:
     if config.get("use_rslora"):  # its scale is alpha / sqrt(rank)
         alpha = alpha * math.sqrt(rank)
     base_model = config.get("base_model_name_or_path") or ""
-    adapter = Adapter(tensors, rank, float(alpha), targets_of(tensors), base_model)
+    targets = targets_of(tensors)
+    adapter = Adapter(tensors, rank, float(alpha), targets, base_model, base_weights)
     linears = tuple(name for name in adapter.linears if not is_expert_parameter(name))
     check_targets(linears, config, config_path)
     check_layers(linears, layer_of, config, config_path)
@@ -109,11 +112,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], str]:
     """Read the tensors in float32 under the base model's own names, and check them against the
     recorded digest if any.
 
     The digest is of the numbers, not of the file: PEFT may write the same adapter as another file.
+
+    Returns: the tensors, and `Adapter.base_weights`.
     """
     if not path.is_file():
         pickled = path.with_suffix(".bin")
@@ -145,7 +150,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             received=digest(tensors),
             hint="copy it again from where it was trained",
         )
-    return tensors
+    return tensors, base_weights_of(header, path)
 
 
 def check_targets(linears: tuple[str, ...], config: dict[str, Any], path: Path) -> None:

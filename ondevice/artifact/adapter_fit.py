@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,6 +56,23 @@ def check_scale(adapter: Adapter, rank: int, alpha: float) -> None:
                 received=f"method.{field} {asked:g}",
                 hint=f"--set method.{field}={stored:g}",
             )
+
+
+def check_base_weights(adapter: Adapter, method: Any) -> None:
+    """Refuse a run over other weights than its adapter was trained on, with ArtifactError.
+
+    Args:
+        method: the run's settings.
+    """
+    asked = getattr(method, "base", None) or ""
+    if asked != adapter.base_weights:
+        stated = adapter.base_weights or "null"
+        raise ArtifactError(
+            "the adapter was trained on other base weights than the run has",
+            expected=f"method.base: {stated}",
+            received=f"method.base: {asked or 'null'}",
+            hint=f"--set method.base={stated}",
+        )
 
 
 def check_shapes(

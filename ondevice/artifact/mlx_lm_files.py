@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.pairs import CONFIG_NAME, check_tensors, stored_tensors, targets_of
+from ondevice.artifact.pairs import (
+    CONFIG_NAME,
+    base_metadata,
+    base_weights_of,
+    check_tensors,
+    stored_tensors,
+    targets_of,
+)
 from ondevice.core.errors import ArtifactError
 from ondevice.core.session import Adapter
 from ondevice.core.untrusted import read_object
@@ -67,7 +74,9 @@ def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
         "model": adapter.base_model,
     }
     with atomic_directory(folder, marker=CONFIG_NAME) as partial:
-        (partial / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "mlx"}))
+        (partial / WEIGHTS_NAME).write_bytes(
+            save(tensors, metadata={"format": "mlx", **base_metadata(adapter)})
+        )
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -80,7 +89,7 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
     """
     folder = Path(folder)
     config = _config(folder / CONFIG_NAME)
-    tensors = _tensors(folder / WEIGHTS_NAME)
+    tensors, base_weights = _tensors(folder / WEIGHTS_NAME)
     rank = check_tensors(tensors, str(folder / WEIGHTS_NAME))
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
@@ -97,7 +106,12 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
             f"{folder / CONFIG_NAME}: field 'scale'", expected="a number", received=scale
         )
     return Adapter(
-        tensors, rank, float(scale) * rank, targets_of(tensors), str(config.get("model") or "")
+        tensors,
+        rank,
+        float(scale) * rank,
+        targets_of(tensors),
+        str(config.get("model") or ""),
+        base_weights,
     )
 
 
@@ -117,10 +131,11 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors under PEFT's names and in its layout."""
+def _tensors(path: Path) -> tuple[dict[str, np.ndarray], str]:
+    """Read the tensors under PEFT's names and in its layout, and `Adapter.base_weights`."""
     tensors = {}
-    for stored, array in stored_tensors(path)[1].items():
+    header, arrays = stored_tensors(path)
+    for stored, array in arrays.items():
         match = _KEY.fullmatch(stored)
         if match is None or array.ndim != 2:
             expected = "<linear>.lora_a or .lora_b, of 2 dimensions"
@@ -132,4 +147,4 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
             linear = GPT2_BLOCKS + linear.removeprefix(MLX_GPT2_BLOCKS)
         name = f"{linear}.lora_{match['side'].upper()}.weight"
         tensors[name] = np.ascontiguousarray(array.T)
-    return tensors
+    return tensors, base_weights_of(header, path)

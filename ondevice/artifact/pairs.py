@@ -17,6 +17,7 @@ import numpy as np
 
 from ondevice.artifact.expert_pairs import peft_names
 from ondevice.artifact.files import atomic_directory
+from ondevice.core.config import BASE_WEIGHTS
 from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.session import Adapter, layer_of
@@ -28,6 +29,9 @@ KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 DIGEST_KEY = "ondevice.tensors_sha256"
+BASE_KEY = "ondevice.base_weights"
+"""Key of a safetensors file's metadata: `Adapter.base_weights`. PEFT's configuration takes no other
+keys."""
 _IN_A_TOWER = re.compile(r"\w+\.\w+\.(layers|blocks|h)\.")
 """A block whose list lies deeper than in a model that only reads text."""
 MOST_ADAPTER_BYTES = 8 << 30
@@ -122,6 +126,30 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None
     return int(rank or 0)
 
 
+def base_metadata(adapter: Adapter) -> dict[str, str]:
+    """Return what a file's metadata say of the base model's weights."""
+    if adapter.base_weights:
+        return {BASE_KEY: adapter.base_weights}
+    return {}
+
+
+def base_weights_of(header: TensorHeader, path: Path) -> str:
+    """Return how a base model's weights were rounded for an adapter, by its file's metadata.
+
+    Raises:
+        ArtifactError: in a way that is not known here.
+    """
+    stated = header.metadata.get(BASE_KEY, "")
+    if stated and stated not in BASE_WEIGHTS:
+        raise ArtifactError(
+            f"{path}: metadata '{BASE_KEY}'",
+            expected=", ".join(BASE_WEIGHTS),
+            received=stated,
+            hint="it was written by a newer version: pip install --upgrade ondevice-train",
+        )
+    return stated
+
+
 def targets_of(tensors: dict[str, np.ndarray]) -> tuple[str, ...]:
     """List the last part of the names of the linear layers, sorted."""
     matches = filter(None, map(KEY.fullmatch, tensors))
@@ -165,7 +193,7 @@ def save_adapter(
     if adapter.expert_parameters:
         theirs = peft_names(adapter.expert_parameters)
         tensors = {renamed(name, theirs): value for name, value in tensors.items()}
-    metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
+    metadata = {"format": "pt", DIGEST_KEY: digest(tensors), **base_metadata(adapter)}
     data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
     config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
     # With a marker: an adapter is replaced, a folder of other files never.

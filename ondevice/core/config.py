@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -181,6 +181,18 @@ class AnswerLossConfig(StrictConfig):
         if answers:
             return self.model_copy(update={"answers": answers})
         return self
+
+
+BaseWeights = Literal["q4_0"]
+BASE_WEIGHTS = get_args(BaseWeights)
+"""How the frozen weights of an adapter may be rounded."""
+
+
+class FrozenBaseConfig(StrictConfig):
+    """The frozen weights of a method that trains an adapter."""
+
+    base: BaseWeights | None = None
+    """`q4_0`: rounded as `ondevice convert --to gguf-pair` writes them, and float32 in memory (torch)."""
 
 
 def parse_bytes(text: str) -> int:

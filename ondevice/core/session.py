@@ -69,6 +69,7 @@ class Adapter:
         alpha: numerator of the scale.
         target_modules: last part of the names, sorted: `("q_proj", "v_proj")`.
         base_model: the source string of the model it was trained on; may be empty.
+        base_weights: how that model's weights were rounded, such as `q4_0`; may be empty.
     """
 
     tensors: dict[str, np.ndarray]
@@ -76,6 +77,7 @@ class Adapter:
     alpha: float
     target_modules: tuple[str, ...]
     base_model: str
+    base_weights: str = ""
 
     @property
     def linears(self) -> tuple[str, ...]:

@@ -84,6 +84,7 @@ class Form:
         max_rank: the largest rank that the reader takes; None for no limit.
         experts: it takes pairs for experts' matrices.
         check: refuse a model of which there is no such form, from its configuration and tokenizer.
+        apart: the base is written, and the adapter next to it: it is not rounded with it.
         whole: a checkpoint that also reads images stays whole; else only its language model is
             written, as a model of text.
     """
@@ -99,6 +100,7 @@ class Form:
     experts: bool = False
     check: Callable[[Request], None] = takes_all
     whole: bool = False
+    apart: bool = False
 
     def request(self, request: Request) -> Request:
         """Return the request to this form: an adapter under the names that its base has there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from ondevice.core.errors import ModelError, VerificationError
 from ondevice.core.untrusted import read_object
 from ondevice.exits.base import Checked, Request
 from ondevice.models import LoadedModel, load_model
+from ondevice.models.rounded import round_weights
 from ondevice.models.sources.resolve import TINY_PREFIX, read_config, resolve
 from ondevice.models.text_model import text_model
 from ondevice.nn.adapters import adapted, apply_adapter, fuse_in_place
@@ -86,12 +87,14 @@ class Merge:
 
 
 def open_base(request: Request) -> LoadedModel:
-    """Load the base model in float32 on the CPU."""
+    """Load the base model in float32 on the CPU, with the weights that the adapter was trained on."""
     assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
     _log.info("loading %s", request.model)
     loaded = load_model(request.model, revision=request.revision, dtype="float32")
     if request.text:
-        return text_model(loaded)
+        loaded = text_model(loaded)
+    if request.adapter.base_weights:
+        round_weights(loaded, request.adapter.base_weights)
     return loaded
 
 
@@ -157,10 +160,54 @@ def check_merged(
         VerificationError: a tensor is missing, more rounded than its type explains, or the answers
             are the base's.
     """
+    _log.info("reading it back")
+    read_back(request, merged.loaded, written, limits)
+    found = prompt_logits(merged.loaded, PROMPTS)
+    largest = max(float(logits.abs().max()) for logits in merged.expected)
+    checked = Checked(distance(found, merged.base), distance(found, merged.expected), largest, kept)
+    if not KEPT[0] <= kept <= KEPT[1]:
+        raise VerificationError(
+            f"{request.dtype} rounds the adapter away; {request.out} was not written",
+            expected=f"{KEPT[0]:.0%} to {KEPT[1]:.0%} of its change of the weights left",
+            received=f"{kept:.0%}",
+            hint="train longer, or choose a finer --dtype",
+        )
+    return _accept(
+        request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype)
+    )
+
+
+def check_beside(
+    request: Request,
+    base: LoadedModel,
+    written: Iterable[tuple[str, np.ndarray]],
+    limits: dict[str, Rounding],
+) -> Checked:
+    """Compare a base model that was read back, with the adapter next to it, with base plus adapter;
+    arguments and errors are those of `check_merged`."""
+    with adapted(base, request.adapter):
+        expected = prompt_logits(base, PROMPTS)
+    _log.info("reading it back")
+    read_back(request, base, written, limits)
+    stored = prompt_logits(base, PROMPTS)
+    with adapted(base, replace(request.adapter, base_weights="")):
+        found = prompt_logits(base, PROMPTS)
+    largest = max(float(logits.abs().max()) for logits in expected)
+    checked = Checked(distance(found, stored), distance(found, expected), largest)
+    return _accept(request, checked, distance(found, stored), LOGIT_ERROR.get(request.dtype))
+
+
+def read_back(
+    request: Request,
+    loaded: LoadedModel,
+    written: Iterable[tuple[str, np.ndarray]],
+    limits: dict[str, Rounding],
+) -> None:
+    """Compare the tensors of a written model with those in memory, and put them in their place;
+    arguments and errors are those of `check_merged`."""
     import torch
 
-    _log.info("reading it back")
-    weights = _distinct(merged.loaded.model.state_dict(), limits)
+    weights = _distinct(loaded.model.state_dict(), limits)
     for name, value in written:
         if name not in weights:
             raise _different(request, "the tensors", "those of the model", f"{name}, too")
@@ -175,19 +222,6 @@ def check_merged(
         raise _different(
             request, "the tensors", "all of the model's", f"without {next(iter(weights))}"
         )
-    found = prompt_logits(merged.loaded, PROMPTS)
-    largest = max(float(logits.abs().max()) for logits in merged.expected)
-    checked = Checked(distance(found, merged.base), distance(found, merged.expected), largest, kept)
-    if not KEPT[0] <= kept <= KEPT[1]:
-        raise VerificationError(
-            f"{request.dtype} rounds the adapter away; {request.out} was not written",
-            expected=f"{KEPT[0]:.0%} to {KEPT[1]:.0%} of its change of the weights left",
-            received=f"{kept:.0%}",
-            hint="train longer, or choose a finer --dtype",
-        )
-    return _accept(
-        request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype)
-    )
 
 
 def _distinct(state: dict[str, Tensor], limits: dict[str, Rounding]) -> dict[str, Tensor]:

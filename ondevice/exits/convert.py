@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
 _log = logging.getLogger(__name__)
+_EXACT = ("", "float32", "float16", "bfloat16")
+"""Types of written weights that keep rounded ones, about."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def convert(
 
     Args:
         source: an adapter's folder (PEFT's or mlx-lm's), a run's, or an artifact's that holds one.
-        to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, mlx, mlx-model,
-            ollama, peft, safetensors, vllm.
+        to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, gguf-pair, mlx,
+            mlx-model, ollama, peft, safetensors, vllm.
         out: the file or folder to write.
         model: the base model, or an artifact made of it; None takes the one that the adapter names.
         dtype: of the weights, if the form has a choice.
@@ -106,9 +108,11 @@ def convert(
     """
     form = form_of(to)
     target = Path(out)
-    dtype = _dtype(form, dtype)
     folder = adapter_folder(source)
     adapter = load_adapter(folder)
+    if dtype is None and form.apart and adapter.base_weights in form.dtypes:
+        dtype = adapter.base_weights
+    dtype = _dtype(form, dtype)
     _check_adapter(form, adapter, folder)
     asked, revision = _base(model, revision)
     if asked is None and form.needs_model:
@@ -147,7 +151,21 @@ def convert(
         max_abs_difference_from_adapter=checked.from_adapter,
         max_abs_logit=checked.largest,
         kept=checked.kept,
-        notes=checked.notes,
+        notes=(*checked.notes, *_base_notes(form, request)),
+    )
+
+
+def _base_notes(form: Form, request: Request) -> tuple[str, ...]:
+    """Say that an adapter's base was rounded in the training, if what is written has other weights."""
+    kind = request.adapter.base_weights
+    exact = form.apart and request.dtype == kind
+    if form.merged and request.dtype in _EXACT:
+        exact = True
+    if not kind or exact:
+        return ()
+    return (
+        f"the adapter was trained on weights rounded to {kind}, which --to gguf-pair --dtype"
+        f" {kind} writes",
     )
 
 

@@ -3,13 +3,14 @@ tokenizer, chat template.
 
 Matrices have the requested type; vectors and a mixture's routers stay in float32. With `q4_0` the
 embedding and the output head are `q8_0`: they are read once per token, and 4 bits hurt them most.
+`q4_k_m`, `q5_k_m` and `q6_k` mix types as llama-quantize does, and need its own code: `xllamacpp`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,26 @@ from ondevice.exits.check import Rounding, check_merged, merge
 from ondevice.exits.gguf_text import Reading, reading_of, refusal, text_sent
 from ondevice.exits.task import date_notes
 from ondevice.gguf.config import check_writable, rope_divisors, write_config
-from ondevice.gguf.names import architecture_of, from_gguf, gguf_parts, gguf_shape, to_gguf
+from ondevice.gguf.names import (
+    architecture_of,
+    from_gguf,
+    gguf_parts,
+    part_shapes,
+    parts_of,
+    to_gguf,
+)
+from ondevice.gguf.quants import (
+    BLOCK,
+    K_BLOCK,
+    MIXTURES,
+    check_writer,
+    file_type,
+    rounded,
+    types_of,
+)
 from ondevice.gguf.read import stored_weight
 from ondevice.gguf.task import GGUF_KEY
-from ondevice.gguf.write import BLOCK, ggml_type, write_gguf
+from ondevice.gguf.write import write_gguf
 from ondevice.gguf.write_tokenizer import ENDS, split_ends, write_tokenizer
 from ondevice.models import load_tokenizer
 from ondevice.models.sources.cache import RECORD_NAME
@@ -39,20 +56,30 @@ from ondevice.models.text_model import text_dims
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-    from ondevice.core.dims import ModelDims
     from ondevice.data.tasks.trained import TrainedTask
     from ondevice.models import LoadedModel
-    from ondevice.models.families.base import Family
 
-DTYPES = ("float16", "float32", "q8_0", "q4_0")
+DTYPES = ("float16", "float32", "q8_0", "q4_0", *MIXTURES)
 ROUNDINGS = {
     "float32": Rounding(0.0),
     "float16": Rounding(2.0**-11, BLOCK, 2.0**-25),
     "q8_0": Rounding(0.5 / 127 + 2.0**-11, BLOCK, 2.0**-18),
     "q4_0": Rounding(1 / 8 + 2.0**-11, BLOCK, 2.0**-22),
+    "q5_0": Rounding(1 / 16 + 2.0**-11, BLOCK, 2.0**-21),
+    "q5_1": Rounding(1 / 31 + 2.0**-9, BLOCK, 2.0**-19),
+    "q4_k": Rounding(8 / 15 + 3 / 126 + 2.0**-9, K_BLOCK, 2.0**-14),
+    "q5_k": Rounding(8 / 31 + 3 / 126 + 2.0**-9, K_BLOCK, 2.0**-13),
+    "q6_k": Rounding(0.16, K_BLOCK, 2.0**-12),
 }
 """What each type may round. `q4_0` has one step less on one side; scales are float16, whose least
-step is 2**-25."""
+step is 2**-25.
+
+llama.cpp fits scale and minimum of a K-quant to the weighted squares of a block's errors. The sum
+is at most that of the evenly spaced levels, half a step (a 15th of the largest number in `q4_k`)
+each, and weights are at least the root of the block's mean square, at most twice that on average.
+So one element of 32 may be off by sqrt(32 * 2) half steps. Six bits for scale and minimum add
+3/126. In `q6_k` weights are the squares; one scale may move by 9%, and a clipped number by two
+steps."""
 OFFSET_ROUNDING = Rounding(2.0**-21)
 """Of a norm's weight, to which a constant is added, and from which it is taken again."""
 FUNCTION_ROUNDING = Rounding(2.0**-21, floor=2.0**-21)
@@ -61,19 +88,39 @@ UNASKED = (
     "llama.cpp itself did not read the file, because the package xllamacpp is not installed: its"
     " tokens were checked with a model of its rules"
 )
-_HEADS = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
-_FLOAT32 = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
-"""Parts of the names of matrices that stay in float32: a router's, a convolution's."""
 
 
 def write(request: Request, path: Path) -> Checked:
     """Merge in float32, write every tensor in its type, read all of them back and compare."""
-    from gguf import GGUFWriter
-
     assert request.model is not None  # noqa: S101 - `convert` refuses
     reading = check_texts(request)
     merged = merge(request)
     loaded = merged.loaded
+    written = write_model(request, loaded, reading, path)
+    kept = _kept(request, loaded, written.names, written.types)
+    checked = check_merged(request, merged, read_tensors(path, loaded), written.limits, kept)
+    return replace(checked, notes=(*checked.notes, *check_read(path, reading, loaded, request)))
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file's tensors.
+
+    Attributes:
+        names: in the file, by transformers' names.
+        types: by the file's names.
+        limits: what each may have been rounded, by transformers' names.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    types: dict[str, str]
+    limits: dict[str, Rounding]
+
+
+def write_model(request: Request, loaded: LoadedModel, reading: Reading, path: Path) -> Written:
+    """Write a model with tokenizer and metadata; the list of its tensors is read back."""
+    from gguf import GGUFWriter
+
     family = type(loaded.family)
     dims = loaded.dims
     state = loaded.model.state_dict()
@@ -92,19 +139,18 @@ def write(request: Request, path: Path) -> Checked:
         reading.add_space,
     )
     divisors = rope_divisors(loaded.model, dims)
-    plan = {
-        part: (shape, _dtype(part, shape, request.dtype))
+    shapes = {
+        part: shape
         for name, parts in names.items()
-        for part, shape in zip(parts, _shapes(gguf_shape(tuple(state[name].shape)), len(parts)))
+        for part, shape in zip(parts, part_shapes(tuple(state[name].shape), len(parts)))
     }
+    types = types_of(shapes, request.dtype)
+    plan = {part: (shape, types[part]) for part, shape in shapes.items()}
     plan |= {name: (value.shape, "float32") for name, value in divisors.items()}
 
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
-            value = to_gguf(family, name, state[name].numpy(), dims)
-            arrays = [value.reshape(gguf_shape(value.shape))]
-            if len(parts) > 1:
-                arrays = np.split(value, len(parts), axis=1)
+            arrays = parts_of(family, name, state[name].numpy(), dims, len(parts))
             for part, array in zip(parts, arrays):
                 yield part, array, plan[part][1]
         for name, value in divisors.items():
@@ -112,7 +158,6 @@ def write(request: Request, path: Path) -> Checked:
 
     with storage_errors(request.out):
         write_gguf(writer, tensors(), plan)
-    kept = _kept(request, loaded, names, plan)
     limits = {
         name: max((ROUNDINGS[plan[part][1]] for part in parts), key=lambda one: one.share)
         for name, parts in names.items()
@@ -121,19 +166,21 @@ def write(request: Request, path: Path) -> Checked:
         limits |= {name: OFFSET_ROUNDING for name in names if state[name].ndim == 1}
     limits |= {name: FUNCTION_ROUNDING for name in names if family.gguf_function(name)}
     _check_stored(path, plan, divisors, request)
-    checked = check_merged(request, merged, _read(path, family, dims, names), limits, kept)
-    notes = (
-        *checked.notes,
-        *reading.notes,
-        *_notes(loaded, request, reading),
-        *check_file(path, reading, loaded.tokenizer, request),
-    )
-    return replace(checked, notes=notes)
+    return Written(names, types, limits)
+
+
+def check_read(
+    path: Path, reading: Reading, loaded: LoadedModel, request: Request
+) -> tuple[str, ...]:
+    """Let llama.cpp read a written file, and return what the user should know; see `check_file`."""
+    said = _notes(loaded, request, reading)
+    return (*reading.notes, *said, *check_file(path, reading, loaded.tokenizer, request))
 
 
 def check(request: Request) -> None:
     """Refuse a model or a tokenizer that llama.cpp would not read as trained; see `check_texts`."""
     check_model(str(request.model), request.revision)
+    check_writer(request.dtype)
     check_texts(request)
 
 
@@ -220,7 +267,7 @@ def _stops(loaded: LoadedModel, task: TrainedTask | None) -> list[int]:
 
 def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: str) -> None:
     """Add the general keys: name, base model, licence, type of the weights."""
-    from gguf import GGML_QUANT_VERSION, GGUFType, LlamaFileType
+    from gguf import GGML_QUANT_VERSION, GGUFType
 
     writer.add_type(GGUFType.MODEL)
     writer.add_name(name)
@@ -234,41 +281,20 @@ def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: s
         if licence := origin.get("licence") or origin.get("license"):
             writer.add_license(licence)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    kind = ggml_type(request.dtype).name
-    prefix = "MOSTLY"
-    if kind == "F32":
-        prefix = "ALL"
-    writer.add_file_type(int(LlamaFileType[f"{prefix}_{kind}"]))
+    writer.add_file_type(file_type(request.dtype))
 
 
-def _dtype(name: str, shape: tuple[int, ...], requested: str) -> str:
-    """Return a tensor's type: vectors and routers in float32, rows of incomplete quantisation
-    blocks in float16."""
-    if len(shape) < 2 or requested == "float32" or any(part in name for part in _FLOAT32):
-        return "float32"
-    if requested == "float16" or shape[-1] % BLOCK:
-        return "float16"
-    if name in _HEADS:
-        return "q8_0"
-    return requested
-
-
-def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    if parts == 1:
-        return [shape]
-    return [(shape[0], shape[1] // parts, *shape[2:])] * parts
-
-
-def _read(
-    path: Path, family: type[Family], dims: ModelDims, names: dict[str, tuple[str, ...]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Read the tensors of a file back: dequantised, with transformers' names and layout."""
+def read_tensors(path: Path, loaded: LoadedModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Read the tensors of a model's file back: dequantised, with transformers' names and layout."""
     from gguf import GGUFReader
 
+    family = type(loaded.family)
+    dims = loaded.dims
+    names = gguf_parts(family, dims, architecture_of(family, dims))
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, parts in names.items():
         if all(part in tensors for part in parts):
-            yield name, from_gguf(family, name, stored_weight(tensors, parts, path), dims)
+            yield name, from_gguf(family, name, stored_weight(tensors, parts), dims)
 
 
 def _check_stored(
@@ -299,7 +325,10 @@ def _check_stored(
 
 
 def _kept(
-    request: Request, loaded: LoadedModel, names: dict[str, tuple[str, ...]], plan: dict[str, Any]
+    request: Request,
+    loaded: LoadedModel,
+    names: dict[str, tuple[str, ...]],
+    types: dict[str, str],
 ) -> float:
     """Return the fraction of the adapter's change D of the weights that rounding left.
 
@@ -307,8 +336,6 @@ def _kept(
     rounding. Single elements may keep their quantisation step; over a matrix the steps that are
     crossed add up to the change.
     """
-    from gguf import dequantize, quantize
-
     adapter = request.adapter
     state = loaded.model.state_dict()
     family = type(loaded.family)
@@ -316,10 +343,9 @@ def _kept(
     projected = exact = 0.0
     for linear in adapter.linears:
         weight, (a, b) = f"{linear}.weight", adapter.pair(linear)
-        dtype = plan[names[weight][0]][1]
+        dtype = types[names[weight][0]]
         if dtype == "float32":
             return 1.0
-        kind = ggml_type(dtype)
         columns = family.gguf_columns(weight, dims)
         if columns is not None:
             a = a[:, columns]
@@ -327,9 +353,8 @@ def _kept(
             family, weight, adapter.alpha / adapter.rank * (b @ a), dims, is_weight=False
         )
         merged = to_gguf(family, weight, state[weight].numpy(), dims)
-        rounded = dequantize(quantize(merged, kind), kind)
-        base = dequantize(quantize(merged - change, kind), kind)
-        projected += float(np.vdot(rounded - base, change))
+        moved = rounded(merged, dtype) - rounded(merged - change, dtype)
+        projected += float(np.vdot(moved, change))
         exact += float(np.vdot(change, change))
     return projected / exact
 

@@ -91,7 +91,14 @@ def read(
         tensors[f"{linear}.lora_B.weight"] = family.gguf_tensor(weight, b, dims)
     rank = tensors[next(iter(tensors))].shape[0]
     value = float("nan") if alpha is None else float(alpha.contents())
-    return Adapter(tensors, rank, value, targets_of(tensors), request.adapter.base_model)
+    return Adapter(
+        tensors,
+        rank,
+        value,
+        targets_of(tensors),
+        request.adapter.base_model,
+        request.adapter.base_weights,
+    )
 
 
 FORM = Form("gguf-lora", "llama.cpp", write, marker=None, check=check)

@@ -8,6 +8,7 @@ columns (`gguf_columns`) and functions of numbers (`gguf_function`) are told by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +114,31 @@ def gguf_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == 3 and shape[1] == 1:
         return shape[0], shape[2]
     return shape
+
+
+def parts_of(
+    family: type[GGUFFamily], name: str, weights: np.ndarray, dims: ModelDims, count: int
+) -> list[np.ndarray]:
+    """Return the `count` tensors that a file has of one of transformers', whose name is `name`."""
+    value = to_gguf(family, name, weights, dims)
+    if count == 1:
+        return [value.reshape(gguf_shape(value.shape))]
+    return np.split(value, count, axis=1)
+
+
+def part_shapes(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Return the shapes in a file of the `count` tensors that one of that shape is there."""
+    shape = gguf_shape(shape)
+    if count == 1:
+        return [shape]
+    return [(shape[0], shape[1] // count, *shape[2:])] * count
+
+
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what `parts_of` split; its layout is still the file's."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis=1)
 
 
 def from_gguf(

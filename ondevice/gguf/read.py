@@ -17,7 +17,8 @@ import numpy as np
 
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted.gguf_header import check_gguf
-from ondevice.gguf.names import from_gguf, gguf_package, gguf_parts, gguf_shape
+from ondevice.gguf.names import from_gguf, gguf_package, gguf_parts, gguf_shape, joined
+from ondevice.gguf.quants import check_types
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -33,14 +34,17 @@ def open_gguf(path: Path) -> GGUFReader:
     """Check a GGUF file's header and open it; no tensor is read.
 
     Raises:
-        ModelError: the file is missing or damaged, or is not a GGUF file.
+        ModelError: the file is missing or damaged, or is not a GGUF file, or has a type of tensors
+            that is newer than the package `gguf`.
     """
     gguf = gguf_package()
     if not path.is_file():
         raise ModelError(f"{path} does not exist", expected="a .gguf file")
     try:
-        check_gguf(path)
-        return gguf.GGUFReader(path)
+        types = check_gguf(path)
+        known = {int(kind) for kind in gguf.GGMLQuantizationType}
+        if not types - known:
+            return gguf.GGUFReader(path)
     except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise ModelError(
             f"{path} is damaged or not a GGUF file",
@@ -48,6 +52,12 @@ def open_gguf(path: Path) -> GGUFReader:
             received=str(error),
             hint="download it again",
         ) from None
+    raise ModelError(
+        f"{path}: the installed package gguf does not know a tensor's type",
+        expected="one of its GGMLQuantizationType",
+        received=f"type {min(types - known)}",
+        hint="pip install -U gguf, or use a file of another quantisation",
+    )
 
 
 def write_safetensors(
@@ -82,13 +92,14 @@ def write_safetensors(
         raise ModelError(
             f"{path}: a {family.model_type} model does not have this tensor", received=name
         )
+    check_types(((name, tensor.tensor_type) for name, tensor in tensors.items()), path)
 
     with open(out, "wb") as file:
         # The configuration tells the sizes, so the header comes first and one tensor is in memory
         # at a time.
         file.write(_safetensors_header(shapes))
         for name, shape in shapes.items():
-            weights = stored_weight(tensors, parts[name], path)
+            weights = stored_weight(tensors, parts[name])
             if weights.shape != gguf_shape(shape):
                 raise ModelError(
                     f"{path}: tensor '{', '.join(parts[name])}'",
@@ -100,31 +111,15 @@ def write_safetensors(
             advance(weights.nbytes)
 
 
-def stored_weight(
-    tensors: dict[str, ReaderTensor], parts: tuple[str, ...], path: Path
-) -> np.ndarray:
-    """Dequantise a tensor and join its parts; its layout is still the file's.
-
-    Raises:
-        ModelError: the quantisation is unknown.
-    """
-    values = [_dequantised(tensors[part], path) for part in parts]
-    if len(values) == 1:
-        return values[0]
-    return np.concatenate(values, axis=1)
+def stored_weight(tensors: dict[str, ReaderTensor], parts: tuple[str, ...]) -> np.ndarray:
+    """Dequantise a tensor of a readable type and join its parts; its layout is still the file's."""
+    return joined([_dequantised(tensors[part]) for part in parts])
 
 
-def _dequantised(tensor: ReaderTensor, path: Path) -> np.ndarray:
+def _dequantised(tensor: ReaderTensor) -> np.ndarray:
     from gguf import dequantize
 
-    try:
-        weights = dequantize(np.array(tensor.data), tensor.tensor_type)
-    except NotImplementedError:
-        raise ModelError(
-            f"{path}: unknown quantisation of tensor '{tensor.name}'",
-            received=getattr(tensor.tensor_type, "name", tensor.tensor_type),
-            hint="use Q4_0 to Q8_0, a K-quant, an IQ-quant, F16, BF16 or F32",
-        ) from None
+    weights = dequantize(np.array(tensor.data), tensor.tensor_type)
     # llama.cpp stores a matrix with a single output as a vector.
     if tensor.name.endswith("ffn_gate_inp_shexp.weight") and weights.ndim == 1:
         return weights[None]

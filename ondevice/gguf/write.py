@@ -1,5 +1,4 @@
-"""Write a GGUF file tensor by tensor: one in memory at a time, quantised by the `gguf` package's
-own code."""
+"""Write a GGUF file tensor by tensor: one in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ondevice.gguf.quants import ggml_type, quantised
+
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFWriter
-
-BLOCK = 32
-"""Numbers that share a scale in the quantised types. A row whose length is not a multiple stays in
-float16."""
-
-
-def ggml_type(dtype: str) -> GGMLQuantizationType:
-    """Return GGUF's type for a name such as `q8_0` or `float16`."""
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType[{"float32": "F32", "float16": "F16"}.get(dtype, dtype.upper())]
+    from gguf import GGUFWriter
 
 
 def write_gguf(
@@ -38,7 +28,6 @@ def write_gguf(
     Raises:
         OSError: from the disk.
     """
-    from gguf import quantize
     from gguf.quants import quant_shape_to_byte_shape
 
     for name, (shape, dtype) in plan.items():
@@ -59,8 +48,7 @@ def write_gguf(
         writer.write_padding(file, file.tell())
         for _, value, dtype in tensors:
             # Not numpy's `tofile`: its error for a full disk has no errno.
-            values = quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype))
-            data = np.ascontiguousarray(values)
+            data = np.ascontiguousarray(quantised(value, dtype))
             file.write(data.data)
             writer.write_padding(file, data.nbytes)
         file.flush()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.expert_pairs import change_of
 from ondevice.core.errors import ArtifactError
+from ondevice.models.rounded import round_weights, rounded_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,7 +64,8 @@ def _lora_linear() -> Any:
 def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
     """Put `adapter` next to the linear layers it names, in place; an error changes nothing.
 
-    Its changes of experts are added to their matrices at once.
+    Its changes of experts are added to their matrices at once. If it was trained on rounded
+    weights, the model's are rounded so before.
 
     Raises:
         ArtifactError: a tensor of the adapter matches no linear layer of the model or has another
@@ -103,6 +105,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
         _log.warning(
             "the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source
         )
+    if adapter.base_weights:
+        round_weights(loaded, adapter.base_weights)
     experts = adapter.expert_parameters
     family.check_adapted([name for name in adapter.linears if name not in experts])
     for name in experts:
@@ -139,15 +143,16 @@ def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
     before = {name: family.module(name) for name in names}
     experts = [name.rpartition(".")[::2] for name in adapter.expert_parameters]
     held = [(module, name, _held(loaded, module, name)) for module, name in experts]
-    try:
-        apply_adapter(loaded, adapter)
-        yield
-    finally:
-        for name, linear in before.items():
-            family.replace(name, linear)
-        for module, name, parameter in held:
-            if parameter is not None:
-                setattr(family.module(module), name, parameter)
+    with rounded_weights(loaded, adapter.base_weights):
+        try:
+            apply_adapter(loaded, adapter)
+            yield
+        finally:
+            for name, linear in before.items():
+                family.replace(name, linear)
+            for module, name, parameter in held:
+                if parameter is not None:
+                    setattr(family.module(module), name, parameter)
 
 
 def _held(loaded: LoadedModel, module: str, parameter: str) -> Tensor | None:

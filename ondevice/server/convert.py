@@ -21,8 +21,9 @@ from ondevice.server.room import check_room_here, needs
 
 SPARE_BYTES = 256 << 20
 """Bytes that a conversion leaves free on the disk, for jobs and the database."""
-_BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Bytes per element; two for every other type."""
+_BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_k_m": 26 / 32, "q5_k_m": 28 / 32,
+          "q6_k": 34 / 32}  # fmt: skip
+"""Bytes per element, about; two for every other type."""
 
 
 def convert(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import load_adapter
-from ondevice.artifact.adapter_fit import check_scale
+from ondevice.artifact.adapter_fit import check_base_weights, check_scale
 from ondevice.core.errors import ConfigError
 from ondevice.models import load_model, load_tokenizer, read_dims
 from ondevice.models.load import check_head
@@ -121,7 +121,9 @@ def _check_adapter(config: RunConfig, placement: Placement, adapter: Any) -> Non
     if placement.spec.trains == "all":
         raise ConfigError(f"method {method.name} trains the whole model and takes no adapter")
     check_base(task_of_adapter(adapter), _source_info(config.model), adapter)
-    check_scale(load_adapter(adapter), method.rank, method.alpha)
+    start = load_adapter(adapter)
+    check_scale(start, method.rank, method.alpha)
+    check_base_weights(start, method)
 
 
 def _source_info(source: ModelConfig) -> SourceInfo:

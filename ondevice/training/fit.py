@@ -22,6 +22,7 @@ from ondevice.artifact.adapter import (
     load_adapter,
     save_adapter,
 )
+from ondevice.artifact.adapter_fit import check_base_weights
 from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.capabilities import Asked
 from ondevice.core.errors import ConfigError
@@ -268,7 +269,9 @@ def fit(
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         check_base(task_of_adapter(options.adapter), model, options.adapter)
-        session.load_adapter(load_adapter(options.adapter))
+        start_from = load_adapter(options.adapter)
+        check_base_weights(start_from, config.method)
+        session.load_adapter(start_from)
     figures = {"train": rows.figures()}
     figures["train"]["notes"] += options.notes
     if rows.evaluation is not None:

@@ -18,6 +18,7 @@ from ondevice.data.tasks.trained import TASK_NAME, read_trained_task, to_text
 from ondevice.models import LoadedModel, load_model
 from ondevice.models.load import DTYPES
 from ondevice.models.merged import save_merged
+from ondevice.models.rounded import rounded_names
 from ondevice.models.save import add_ends
 from ondevice.models.sources.resolve import TINY_PREFIX, config_of
 from ondevice.nn.adapters import apply_adapter, fuse_in_place
@@ -158,6 +159,8 @@ def _save(
 ) -> None:
     experts = set(adapter.expert_parameters)
     changed = {name if name in experts else f"{name}.weight" for name in adapter.linears}
+    if adapter.base_weights:
+        changed |= rounded_names(loaded, adapter.base_weights)
     save_merged(loaded, changed, dtype, folder, convert=convert)
     for path in folder.iterdir():  # safetensors files come readable by their owner only
         path.chmod((folder / "config.json").stat().st_mode)

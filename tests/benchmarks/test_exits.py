@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.exits import by_heart, labels
+from benchmarks.exits import by_heart, labels, rounding
 from ondevice.cli.app import app
 from ondevice.exits.ollama import template_of
 from ondevice.models import save_tiny
@@ -37,6 +37,34 @@ def test_labels_of_few_rows_agree_in_every_reader(
     rows = labels.compare(work, ["predict", "transformers", "llama.cpp"])
     assert [row["rows"] for row in rows] == [6] * 4
     assert [row["differ"] for row in rows] == [0] * 4, rows
+
+
+@pytest.mark.parametrize(("task", "exits"), [("sst2", "adapter,mlx"), ("calls", "pair")])
+def test_what_rounding_leaves_is_asked_of_every_exit(
+    task: str, exits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(rounding, "ondevice", here)
+    data = tmp_path / "data" / "sst2"
+    data.mkdir(parents=True)
+    for name in ("train", "valid"):
+        lines = [
+            json.dumps({"sentence": f"{word} {name}", "label": str(at % 2)})
+            for at, word in enumerate(("dull", "fine", "poor", "great"))
+        ]
+        (data / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    model = save_tiny(tmp_path / "model", "llama", vocab=288, max_positions=256)
+    args = argparse.Namespace(
+        model=str(model), data=data.parent, rows=3, steps=3, learning_rate=0.02, seeds="0",
+        bases="q4_0", exits=exits,
+    )  # fmt: skip
+    rows = rounding.compare(tmp_path / "work", task, args)
+    assert [row["base"] for row in rows] == ["q4_0"] * len(exits.split(","))
+    assert all(0 <= row["accuracy"] <= 1 for row in rows if row["seeds"])
+    assert rows[0]["seeds"] == 1 and abs(rows[0]["loss"]) <= 100
+    float_run = rounding.Work(tmp_path / "work", task, "float32", 0, args)
+    assert rounding.accuracy(float_run, "adapter") is not None
 
 
 def test_a_label_that_differs_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ READERS = {
     "executorch": "ExecuTorch",
     "gguf": "llama.cpp",
     "gguf-lora": "llama.cpp",
+    "gguf-pair": "llama.cpp",
     "mlx": "mlx-lm",
     "mlx-model": "mlx-lm",
     "ollama": "llama.cpp",
@@ -33,15 +34,15 @@ OF_MORE = ("gguf", "gguf-lora")
 
 
 def table() -> str:
-    """Write the table as Markdown."""
+    """Write the table as Markdown; families with the same cells have one row."""
     lines = [
         "| Family | " + " | ".join(f"`{form}`" for form in READERS) + " |",
         "|---" * (len(READERS) + 1) + "|",
     ]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for family in sorted((*FAMILIES, *MORE)):
-        lines.append(
-            f"| `{family}` | " + " | ".join(_cell(form, family) for form in READERS) + " |"
-        )
+        rows.setdefault(tuple(_cell(form, family) for form in READERS), []).append(f"`{family}`")
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
     return "\n".join(lines)
 
 

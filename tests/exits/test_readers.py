@@ -37,6 +37,9 @@ def by_llama_cpp(case: Case, form: str, out: Path) -> np.ndarray:
     if form == "gguf-lora":
         base = base_gguf(case)
         return LlamaCpp(base, out).log_probabilities(IDS, case.base.size)
+    if form == "gguf-pair":
+        pair = LlamaCpp(out / "model.gguf", out / "adapter.gguf")
+        return pair.log_probabilities(IDS, case.base.size)
     return LlamaCpp(out / "model.gguf" if form == "ollama" else out).log_probabilities(
         IDS, case.base.size
     )

@@ -19,7 +19,8 @@ from ondevice.core.errors import (
     StorageError,
     VerificationError,
 )
-from ondevice.exits import check, convert, form_names, gguf, gguf_lora
+from ondevice.exits import check, convert, form_names, gguf_lora
+from ondevice.gguf import names
 from ondevice.models import load_model, save_tiny
 from tests.cli.command import CommandLine
 from tests.exits.conftest import random_adapter, zero_adapter
@@ -206,7 +207,7 @@ def test_a_fault_of_the_writer_is_found(cases, tmp_path: Path, monkeypatch, faul
 def test_a_merge_that_is_not_base_plus_adapter(cases, tmp_path: Path, monkeypatch) -> None:
     case = cases["llama"]
     monkeypatch.setattr(
-        gguf, "to_gguf", lambda family, name, weights, dims, is_weight=True: weights
+        names, "to_gguf", lambda family, name, weights, dims, is_weight=True: weights
     )
     refused(
         VerificationError,

@@ -25,8 +25,10 @@ _MOST_DIMENSIONS = 8
 _MOST_NAME_BYTES = 1 << 16
 
 
-def check_gguf(path: Path) -> None:
+def check_gguf(path: Path) -> frozenset[int]:
     """Check that all that the header of a GGUF file states lies inside the file.
+
+    Returns: the numbers of its tensors' types, known or not.
 
     Raises:
         Refused: it is not a GGUF file of version 2 or 3, damaged, or beyond a limit.
@@ -37,7 +39,9 @@ def check_gguf(path: Path) -> None:
         if size < 24:
             raise Refused(f"it has {size} bytes only")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _Walk(data, size).file()
+            walk = _Walk(data, size)
+            walk.file()
+    return frozenset(walk.types)
 
 
 class _Walk:
@@ -46,6 +50,7 @@ class _Walk:
     def __init__(self, data: mmap.mmap, size: int) -> None:
         self.data, self.size, self.at = data, size, 0
         self.order = "<"
+        self.types: set[int] = set()
 
     def file(self) -> None:
         if self.data[:4] != b"GGUF":
@@ -122,6 +127,6 @@ class _Walk:
         # The smallest types have some 1.5 bits an element.
         if prod(shape) > 8 * self.size:
             raise Refused(f"a tensor at byte {self.at} of shape {shape} is larger than the file")
-        self.number("I")
+        self.types.add(self.number("I"))
         if self.number("Q") > self.size:
             raise Refused(f"a tensor's data begin behind the file's end, stated at byte {self.at}")

@@ -4,13 +4,14 @@ their hash."""
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ondevice.artifact.adapter import Adapter, targets_of
+from ondevice.artifact.adapter import targets_of
 from ondevice.core.errors import FleetError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP
 from ondevice.core.untrusted import parse_header
@@ -82,9 +83,7 @@ def put(session: Session, arrays: Arrays) -> None:
     adapter = session.adapter()
     assert adapter is not None  # noqa: S101  `arrays_of` has refused such a session
     tensors = {name: arrays.get(name, value) for name, value in adapter.tensors.items()}
-    session.load_adapter(
-        Adapter(tensors, adapter.rank, adapter.alpha, targets_of(tensors), adapter.base_model)
-    )
+    session.load_adapter(replace(adapter, tensors=tensors, target_modules=targets_of(tensors)))
 
 
 def _is_moment(name: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.core.config import AnswerLossConfig
+from ondevice.core.config import AnswerLossConfig, FrozenBaseConfig
 from ondevice.core.flags import (
     ALPHA,
     LEARNING_RATE,
@@ -18,7 +18,7 @@ from ondevice.core.flags import (
 )
 
 
-class LoraConfig(AnswerLossConfig):
+class LoraConfig(AnswerLossConfig, FrozenBaseConfig):
     """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}

@@ -14,6 +14,7 @@ from ondevice.artifact.adapter_fit import check_fits
 from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.adamw import AdamWSession
+from ondevice.methods.base_weights import round_base
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -45,6 +46,7 @@ class LoraSession(AdamWSession):
         )
         # Full names: a last part may also name layers outside the blocks, such as those of an image
         # encoder.
+        round_base(loaded, config)
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
@@ -88,7 +90,12 @@ class LoraSession(AdamWSession):
         }
         config = self.config
         return Adapter(
-            tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source
+            tensors,
+            config.rank,
+            config.alpha,
+            targets_of(tensors),
+            self.loaded.source.source,
+            config.base or "",
         )
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ondevice.core.dims import BlockTraits, MoeDims
 from ondevice.core.errors import ConfigError, ModelError, Need
 from ondevice.core.traits import check_traits
+from ondevice.methods import base_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
 
 PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
-         "mlp_chunk_tokens": None}  # fmt: skip
+         "base": None, "mlp_chunk_tokens": None}  # fmt: skip
 """Settings of the hand-written backward pass."""
 EXPERTS = "experts"
 """Listed with the traits: an MLP that is a mixture of experts."""
@@ -90,6 +91,16 @@ def check_resident(device: str, bits: int | None) -> None:
         )
 
 
+def check_base(config: MespConfig) -> None:
+    """Refuse rounded base weights that are packed otherwise, or stay in their files."""
+    if config.weight_placement == "streamed" or config.bits:
+        raise ConfigError(
+            f"method.base: {config.base} rounds resident weights of the model's own precision",
+            expected="method.weight_placement: resident, method.bits: null",
+            received=f"method.weight_placement: {config.weight_placement}, method.bits: {config.bits or 'null'}",
+        )
+
+
 def check_streamed(dims: ModelDims, bits: int | None, model: str) -> None:
     """Refuse weights that torch cannot stream from the files of `model`."""
     if bits:
@@ -115,7 +126,8 @@ def check_mlx_settings(config: MespConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    only = {"activations": "device", "kernels": "auto", "mlp_chunk_tokens": None, "answers": ()}
+    only = {"activations": "device", "kernels": "auto", "mlp_chunk_tokens": None, "answers": (),
+            "base": None}  # fmt: skip
     for name, expected in only.items():
         received = getattr(config, name)
         hint = "leave it out"
@@ -167,6 +179,9 @@ def refuse(asked: Asked[MespConfig]) -> None:
         check_plain(dims, config)
     else:
         check_family(dims, IN_TORCH, "mesp")
+        if config.base:
+            check_base(config)
+            base_weights.refuse(asked)
         if config.weight_placement == "streamed":
             check_streamed(dims, config.bits, asked.model)
         else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from ondevice.core.config import AnswerLossConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig, FrozenBaseConfig, TargetModule
 from ondevice.core.flags import (
     ALPHA,
     LEARNING_RATE,
@@ -32,7 +32,7 @@ GROUP_SIZE = 64
 Recompute = Literal["auto", "all", "none"] | tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
 
 
-class MespConfig(AnswerLossConfig):
+class MespConfig(AnswerLossConfig, FrozenBaseConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward
     pass keeps."""
 

@@ -9,6 +9,7 @@ from ondevice.core.dims import MoeDims, is_expert_parameter
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import GraphProgram, TorchProgram
 from ondevice.core.traits import beyond_llama
+from ondevice.methods import base_weights
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS, choose, restore
@@ -41,6 +42,7 @@ def problems(
     ):
         if value != expected:
             problems.append(f"{name} is {value}: a mesp program has {name}={expected}")
+    problems += base_weights.problems(config)
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append(
             "a mesp program needs no ops of this project: export.loss tiled, "
@@ -124,7 +126,7 @@ def _torch_problems(config: MespConfig) -> list[str]:
             "the artifact holds the weights: leave weight_placement and bits out, "
             "and use --quantize nf4"
         )
-    return problems
+    return [*problems, *base_weights.problems(config)]
 
 
 EXECUTORCH = GraphProgram(

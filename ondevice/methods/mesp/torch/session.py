@@ -15,7 +15,8 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE, PackingSession, StepResult, Weigh
 from ondevice.data.pictures import FIRST_ID
-from ondevice.methods.mesp.check import IN_TORCH
+from ondevice.methods.base_weights import round_base
+from ondevice.methods.mesp.check import IN_TORCH, check_base
 from ondevice.methods.mesp.lora import (
     check_adapter,
     check_not_partially_updated,
@@ -76,6 +77,7 @@ class MespSession(PackingSession):
             self.weights: Any = Streamed(model, self.device, config.bits)
         else:
             self.device = torch.device(device or model.family.head_weight.device)
+            round_base(model, config)
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
         graphs = graphs_for(self.weights, config)
@@ -218,7 +220,12 @@ class MespSession(PackingSession):
         config = self.config
         arrays = self.optimizer.arrays()
         return Adapter(
-            arrays, config.rank, config.alpha, targets_of(arrays), self.loaded.source.source
+            arrays,
+            config.rank,
+            config.alpha,
+            targets_of(arrays),
+            self.loaded.source.source,
+            config.base or "",
         )
 
     def load_adapter(self, adapter: Adapter) -> None:
@@ -260,6 +267,8 @@ def open_session(
     Raises:
         ConfigError: a loaded model if `method.weight_placement` is streamed.
     """
+    if config.base:
+        check_base(config)
     if config.weight_placement == "streamed" and not isinstance(model, ModelFiles):
         raise ConfigError(
             "streamed weights are read from files",
