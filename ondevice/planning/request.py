@@ -97,6 +97,10 @@ def step_time(request: Request, weight_bytes: int) -> StepTime:
     return StepTime(cost.flops, compute_s, "estimate: bound by matrix products")
 
 
+LOOP_S = 4e-4
+"""What the loop takes around a method's step: the batch, the event, the log."""
+
+
 def _on_this_cpu(request: Request) -> float:
     """Return the seconds of a step on this machine's CPU: those of its blocks as two of them take
     them, and of its head's operations; or of all operations, if blocks cannot be measured."""
@@ -112,9 +116,9 @@ def _on_this_cpu(request: Request) -> float:
         head = flops - work(replace(dims, vocab=1), method, rows, length, 0).flops
         labels = average * request.labelled_share
         rate = product_rate(max(1, round(rows * labels)), dims.hidden, dims.vocab)
-        return blocks * average / length + head * labels / length / rate
+        return LOOP_S + blocks * average / length + head * labels / length / rate
     rate = product_rate(rows * length, max(dims.hidden, 1), max(dims.intermediate, 1))
-    compute_s = flops * average / length / rate
+    compute_s = LOOP_S + flops * average / length / rate
     if measured := runtime_of(method.name):
         compute_s += measured.block_s * dims.layers
     return compute_s

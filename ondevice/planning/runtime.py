@@ -30,7 +30,7 @@ from ondevice.core.registry import method as method_spec
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import IGNORE, Preparing
 from ondevice.core.untrusted import read_json
-from ondevice.data.batching import Batch
+from ondevice.data.batching import ROUND_TO_TOKENS, Batch
 from ondevice.models import load_model, tiny_model
 from ondevice.planning.devices import cores
 from ondevice.training.metrics import resident_bytes
@@ -186,16 +186,24 @@ def _measure_blocks(dims: ModelDims, method: Any, rows: int, length_tokens: int)
         with torch.random.fork_rng(devices=[]):
             model = tiny_model(dims.family, layers=layers, **sizes)
             session = _opened(model, method, ids, labels)
-            step = functools.partial(session.step, ids, labels, 0, 0.0)
-            step()  # its first step makes moments and buffers
-            times = [_seconds(step)]
-            while len(times) < STEPS and sum(times) < BUDGET_S * STEPS:
-                times.append(_seconds(step))
+            shorter = max(1, length_tokens - ROUND_TO_TOKENS)
+            lengths = [length_tokens, shorter]  # as in a run: no step finds memory of its sizes
+            steps = [
+                functools.partial(session.step, ids[:, -n:], labels[:, -n:], 0, 0.0)
+                for n in lengths
+            ]
+            for step in steps:
+                step()  # the first ones make moments and buffers
+            times = [[_seconds(step)] for step in steps]
+            while len(times[0]) < STEPS and sum(map(sum, times)) < BUDGET_S * STEPS:
+                for step, taken in zip(steps, times, strict=True):
+                    taken.append(_seconds(step))
             session.close()
     except (OndeviceError, RuntimeError, ValueError) as error:
         log.debug("the blocks of %s are not measured: %s", dims.family, error)
         return None
-    return float(np.median(times)) / layers * dims.layers
+    seconds = sum(float(np.median(taken)) for taken in times) * length_tokens / sum(lengths)
+    return seconds / layers * dims.layers
 
 
 MOST_SIDE = 2048

@@ -17,8 +17,7 @@ from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales
 from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import head_tile_rows
-from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.routing import Routed
+from ondevice.methods.mesp.torch.block import Block, Linear, Routed
 from ondevice.methods.mesp.torch.weights import factor, mixer_tensor, plain_norms
 from ondevice.nn.calibrated import round_model
 

@@ -7,48 +7,11 @@ these p over their sum s. Gradients go through the weights, not through the choi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.methods.mesp.torch.block import Block, BlockLayers
-from ondevice.methods.mesp.torch.kernels import Matrix
-
-
-@dataclass
-class Routed:
-    """What a block has of its mixture, what it gives its experts and takes from them.
-
-    Attributes:
-        router: R, [experts, D].
-        active: experts of a token, K.
-        normalised: the weights of a token's experts add up to 1.
-        shared: `gate_proj`, `up_proj` and `down_proj` of the expert for all tokens; empty if there
-            is none.
-        shared_gate: [1, D]; the sigmoid of its product is that expert's weight.
-        normed: n, [N, D], from the forward pass on.
-        weights: w, [N, experts], from the forward pass on; 0 where a token did not choose an
-            expert.
-        gradients: of `normed` through the chosen experts, [N, D], and of `weights`, [N, experts],
-            0 where `weights` is; for the backward pass.
-    """
-
-    router: Tensor
-    active: int
-    normalised: bool
-    shared: Mapping[str, Matrix]
-    shared_gate: Tensor | None = None
-    normed: Tensor | None = None
-    weights: Tensor | None = None
-    gradients: tuple[Tensor, Tensor] | None = None
-
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Return `normed` and `weights`."""
-        assert self.normed is not None and self.weights is not None  # noqa: S101 - it ran before
-        return self.normed, self.weights
+from ondevice.methods.mesp.torch.block import Block, BlockLayers, Routed
 
 
 class Routing(BlockLayers):
