@@ -17,7 +17,7 @@ from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_
 from ondevice.data.tasks.task import is_template
 from ondevice.data.tasks.trained import TASK_NAME, known_task, read_trained_task, trained_task
 from ondevice.exporters.base import ExportJob, ExportReport
-from ondevice.models import load_tokenizer
+from ondevice.models import load_tokenizer, read_dims
 from ondevice.planning.estimate import plan
 from ondevice.planning.fits import does_not_fit
 from ondevice.training.objective import check_exported
@@ -128,7 +128,12 @@ def problems_of(jobs: list[ExportJob]) -> list[str]:
 
 
 def refusal(job: ExportJob, problems: list[str]) -> ConfigError:
-    """Build the error of an export that is refused; its hint is an export that is not, with defaults."""
+    """Build the error of an export that is refused; its hint is an export that is not, with defaults.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    read_dims(job.model.source, job.model.revision)
     hint = "`ondevice train` trains this model on this machine"
     if _can(job, target(job.export.target), job.method.name):
         hint = "leave out the settings that are named, or change them as it says"

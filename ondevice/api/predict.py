@@ -20,6 +20,7 @@ from ondevice.api.chat import generator_of_artifact
 from ondevice.api.inputs import Rows, in_memory, texts_of
 from ondevice.api.opened import NoScores, Opened, open_loaded, open_source, opened_in_memory
 from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.errors import ArtifactError, DataError
 from ondevice.core.untrusted import parse_row
 from ondevice.data import encode, length_of, pad_id_of
@@ -517,7 +518,9 @@ def no_task(source: str) -> ArtifactError:
     """Build the error for a source without a recorded task."""
     received = "no such file"
     hint = "name the task of the training: --task sst2, or --task my.yaml; or train again"
-    if not Path(source).exists():
+    if (Path(source) / MANIFEST_NAME).exists():
+        hint = "export it with its rows (--data) or its task (--task)"
+    elif not Path(source).exists():
         received = "no such folder"
         hint = f"give the folder of a run or an adapter; for a model of that name, {hint}"
     return ArtifactError(

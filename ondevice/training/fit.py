@@ -65,6 +65,7 @@ from ondevice.training.trained import (
     BEST_ADAPTER,
     MODEL,
     check_base,
+    notes_of_labels,
     remember_task,
     task_of_adapter,
 )
@@ -268,12 +269,15 @@ def fit(
     identity = identity | run_identity(config.data, settings, rows, options)
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
-        check_base(task_of_adapter(options.adapter), model, options.adapter)
+        before_it = task_of_adapter(options.adapter)
+        check_base(before_it, model, options.adapter)
         start_from = load_adapter(options.adapter)
         check_base_weights(start_from, config.method)
         session.load_adapter(start_from)
     figures = {"train": rows.figures()}
     figures["train"]["notes"] += options.notes
+    if options.adapter is not None:
+        figures["train"]["notes"] += notes_of_labels(before_it, rows.train.labels.values())
     if rows.evaluation is not None:
         figures["evaluation"] = rows.evaluation.figures()
     start = events.Start(
@@ -335,6 +339,8 @@ def fit(
     if rows.stream is not None:
         figures["train"] = rows.figures()
         figures["train"]["notes"] += options.notes
+    if options.adapter is not None:
+        figures["train"]["notes"] += notes_of_labels(before_it, rows.train.labels.values())
     restored = False
     if (
         settings.restore_best

@@ -23,6 +23,8 @@ from ondevice.gguf.task import read_task
 from ondevice.models.sources.resolve import SourceInfo, is_in_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ondevice.models import LoadedModel
 
 ADAPTER = "adapter"
@@ -124,6 +126,16 @@ def task_in_memory(loaded: LoadedModel) -> TrainedTask | None:
     if loaded.model in _TASKS or folder is None:
         return _TASKS.get(loaded.model)
     return read_task(folder)
+
+
+def notes_of_labels(task: TrainedTask | None, labels: Iterable[str]) -> list[str]:
+    """Return a sentence that names the labels of rows that an adapter was not trained on, or
+    nothing."""
+    known = set(task.labels.values()) if task is not None else set()
+    new = [label for label in labels if label not in known]
+    if not known or not new:
+        return []
+    return [f"labels that the adapter was not trained on: {', '.join(new)}"]
 
 
 def check_base(

@@ -164,4 +164,6 @@ def _llama_cpp(task: TrainedTask, kind: Kind) -> str:
     note = ""
     if task.framing == _CHAT:
         note = "Its chat endpoint, `/v1/chat/completions`, uses the file's chat template.\n"
+    if _labels(task) and not task.ends:
+        note += "\nText follows a short answer: the answer is the one above that the text begins with.\n"
     return "## With llama.cpp\n\n```sh\n" + "\n".join(lines) + f"\n```\n{note}"

@@ -113,3 +113,29 @@ def test_the_shell_line_of_the_readme_sends_the_prompt_with_its_quotes() -> None
         check=True,
     ).stdout
     assert json.loads(sent)["prompt"] == task.prompt
+
+
+def test_the_readme_says_that_text_follows_a_short_label(trained: dict[str, Path]) -> None:
+    said = "the answer is the one above that the text begins with"
+    found = {kind: said in (folder / README_NAME).read_text() for kind, folder in trained.items()}
+    assert found == {"labels": True, "completions": False, "conversations": False}
+
+
+def test_labels_that_an_adapter_was_not_trained_on_are_named(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    model = str(trained["labels"].parent.parent / "model")
+    rows = [{"text": "hi", "label": "billing"}, {"text": "no", "label": "neu"}]
+    noted = []
+    for rows_of, out in ((rows, "new"), (ROWS["labels"], "known")):
+        ondevice.train(
+            model,
+            rows_of,
+            method="mesp",
+            steps=1,
+            out=str(tmp_path / out),
+            adapter=trained["labels"],
+        )
+        noted.append((tmp_path / out / "events.jsonl").read_text())
+    assert "labels that the adapter was not trained on: neu" in noted[0]
+    assert "was not trained on" not in noted[1]
