@@ -47,6 +47,8 @@ for words in json.loads(sys.argv[1]):
     said.append(out.getvalue())
 print(json.dumps(said))
 """
+COLUMNS = ("--column", "text=Nachricht", "--column", "label=Équipe")
+CHAT = [{"role": "user", "content": "Wo ist sie?"}, {"role": "assistant", "content": "Im Anhang."}]
 PYTHON = """
 import ondevice
 rows = [{"text": "Rechnung", "label": "eins"}, {"text": "Leitung", "label": "zwei"}]
@@ -140,9 +142,8 @@ def trained(user: NewUser) -> NewUser:
         (f"{n}. Frage zur {'Rechnung' if n % 2 else 'Leitung'}", TEAMS[n % 2]) for n in range(12)
     ]
     table(user.folder / "les tickets.csv", [("Nachricht", "Équipe"), *rows])
-    columns = ("--column", "text=Nachricht", "--column", "label=Équipe")
     user.does(
-        "train", MODEL, "--data", "les tickets.csv", *columns, "--steps", 2, "--out", "un essai"
+        "train", MODEL, "--data", "les tickets.csv", *COLUMNS, "--steps", 2, "--out", "un essai"
     )
     return user
 
@@ -167,7 +168,10 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
         folder / "nouveaux.csv",
         [("Nr", "Nachricht"), ("1", "Die Leitung ist tot"), ("2", "Rechnung?")],
     )
-    shown, _, figures, said, *_, python = user.does_together(
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(4)), encoding="utf-8"
+    )
+    shown, _, figures, said, *_, checked, tried, python = user.does_together(
         ("demo", "--model", MODEL, "--steps", 2, "--out", "la démo"),
         ("predict", "un essai", "nouveaux.csv", "--out", "réponses.csv"),
         ("eval", "un essai", "--data", "les tickets.csv", "--json"),
@@ -175,6 +179,10 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
         ("convert", "un essai", "--to", "gguf", "--out", "modèle.gguf"),
         ("convert", "un essai", "--to", "mlx", "--out", "pour mlx"),
         ("fuse", MODEL, "un essai", "--out", "fusionné"),
+        ("train", MODEL, "--data", "chats.jsonl", "--steps", 2, "--out", "une conversation"),
+        ("convert", "une conversation", "--to", "ollama", "--out", "pour ollama"),
+        ("doctor", "--json"),
+        ("train", MODEL, "--data", "les tickets.csv", *COLUMNS, "--dry-run", "--out", "rien"),
         ("python", PYTHON),
     )
     assert "accuracy on 40 messages" in shown and "yours next: ondevice predict" in shown
@@ -188,6 +196,8 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
     assert (folder / "modèle.gguf").read_bytes().startswith(b"GGUF")
     assert (folder / "pour mlx" / "adapters.safetensors").is_file()
     assert (folder / "fusionné" / "model.safetensors").is_file()
+    assert "FROM" in (folder / "pour ollama" / "Modelfile").read_text("utf-8")
+    assert json.loads(checked) and tried and not (folder / "rien").exists()
     for made in ("un essai/adapter", "fusionné", "pour mlx"):
         assert TEAMS[0] in (folder / made / "README.md").read_text("utf-8")
         assert json.loads((folder / made / "ondevice_task.json").read_text("utf-8"))
