@@ -1,29 +1,20 @@
-"""Rounded base weights (`method.base`): what refuses them, and their rounding."""
+"""Rounded base weights (`method.base`): what refuses them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.rounded import check_rounds, round_weights
-
 if TYPE_CHECKING:
     from ondevice.core.capabilities import Asked
     from ondevice.core.config import FrozenBaseConfig
-    from ondevice.models import LoadedModel
 
 
 def refuse(asked: Asked[Any]) -> None:
     """See `capabilities.Refuses`: a model without a GGUF form, or not in float32."""
     if asked.config.base:
+        from ondevice.models.rounded import check_rounds  # loads what computes
+
         check_rounds(asked.dims, asked.dtype, asked.model)
-
-
-def round_base(loaded: LoadedModel, config: FrozenBaseConfig) -> None:
-    """Round a session's model in place, if its settings say so; errors are those of `check_rounds`."""
-    if config.base:
-        dtype = str(loaded.family.head_weight.dtype).removeprefix("torch.")
-        check_rounds(loaded.dims, dtype, loaded.source.source)
-        round_weights(loaded, config.base)
 
 
 def problems(config: FrozenBaseConfig) -> list[str]:

@@ -74,6 +74,15 @@ def round_weights(loaded: LoadedModel, kind: str) -> None:
     _ROUNDED[loaded.model] = kind
 
 
+def round_base(loaded: LoadedModel, kind: str | None) -> None:
+    """Round a session's model in place, if its `method.base` says so; errors are those of
+    `check_rounds`."""
+    if kind:
+        dtype = str(loaded.family.head_weight.dtype).removeprefix("torch.")
+        check_rounds(loaded.dims, dtype, loaded.source.source)
+        round_weights(loaded, kind)
+
+
 @contextmanager
 def rounded_weights(loaded: LoadedModel, kind: str) -> Iterator[None]:
     """Round the weights of a model for the duration of a block; a copy of them waits meanwhile.

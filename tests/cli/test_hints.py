@@ -50,7 +50,6 @@ REFUSED = {
     "packed MLX of experts": "convert experts --to mlx-model --out converted",
     "GGUF of unknown blocks": "convert hybrid --to gguf --out converted",
     "ExecuTorch of unknown blocks": "convert hybrid --to executorch --out converted",
-    "a type of llama.cpp": "convert run --to gguf --dtype q4_k_m --out converted",
     "a form's name": "convert run --to ggfu --out converted",
 }  # fmt: skip
 

@@ -11,6 +11,13 @@ from torch import Tensor
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 
 
+def _kernels() -> Any:
+    """Return Triton's kernels; the package is on machines with a GPU."""
+    from ondevice.runtime_ops import triton_ops
+
+    return triton_ops
+
+
 class CudaPrgeProgram(PrgeProgram):
     """All copies of the flat adapter are made by one kernel, in the model's precision; z is never
     stored."""
@@ -20,8 +27,6 @@ class CudaPrgeProgram(PrgeProgram):
     ) -> CopiesOf:
         if self.config.subspace == "gradient":  # few numbers, and R is multiplied by C in float32
             return super().perturbed(adapter_P, seed, step, scale)
-        from ondevice.runtime_ops import triton_ops
-
         config = self.config
         epsilon = self.config.perturbation_scale
         if scale is not None:
@@ -29,7 +34,7 @@ class CudaPrgeProgram(PrgeProgram):
         flat = adapter_P[: self.layout.size]  # without Adam's moments
         dtype = self.family.head_weight.dtype
         one_sided = config.estimator == "one_sided"
-        copies_GP = triton_ops.perturb(
+        copies_GP = _kernels().perturb(
             flat, seed, step, config.queries, epsilon, config.noise, dtype, one_sided
         )
         return lambda start, count: copies_GP[:, start : start + count]
@@ -37,11 +42,9 @@ class CudaPrgeProgram(PrgeProgram):
     def apply_update(self, adapter_P: Tensor, gradients_Q: Tensor, *scalars: Tensor) -> Tensor:
         if self.config.optimizer == "adam":  # a few numbers: plain operations will do
             return super().apply_update(adapter_P, gradients_Q, *scalars)
-        from ondevice.runtime_ops import triton_ops
-
         seed, step, learning_rate = scalars
         coefficients = gradients_Q * (learning_rate / self.config.queries)
-        return triton_ops.apply_update(adapter_P, seed, step, coefficients, self.config.noise)
+        return _kernels().apply_update(adapter_P, seed, step, coefficients, self.config.noise)
 
 
 @cache
