@@ -74,13 +74,11 @@ def round_weights(loaded: LoadedModel, kind: str) -> None:
     _ROUNDED[loaded.model] = kind
 
 
-def round_base(loaded: LoadedModel, kind: str | None) -> None:
-    """Round a session's model in place, if its `method.base` says so; errors are those of
-    `check_rounds`."""
-    if kind:
-        dtype = str(loaded.family.head_weight.dtype).removeprefix("torch.")
-        check_rounds(loaded.dims, dtype, loaded.source.source)
-        round_weights(loaded, kind)
+def round_base(loaded: LoadedModel, kind: str) -> None:
+    """Round a session's model in place; errors are those of `check_rounds`."""
+    dtype = str(loaded.family.head_weight.dtype).removeprefix("torch.")
+    check_rounds(loaded.dims, dtype, loaded.source.source)
+    round_weights(loaded, kind)
 
 
 @contextmanager

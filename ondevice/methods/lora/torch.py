@@ -14,7 +14,7 @@ from ondevice.artifact.adapter_fit import check_fits
 from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.adamw import AdamWSession
-from ondevice.models.rounded import round_base
+from ondevice.methods.base_weights import round_base
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -46,7 +46,7 @@ class LoraSession(AdamWSession):
         )
         # Full names: a last part may also name layers outside the blocks, such as those of an image
         # encoder.
-        round_base(loaded, config.base)
+        round_base(loaded, config)
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,

@@ -15,6 +15,7 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE, PackingSession, StepResult, Weigh
 from ondevice.data.pictures import FIRST_ID
+from ondevice.methods.base_weights import round_base
 from ondevice.methods.mesp.check import IN_TORCH, check_base
 from ondevice.methods.mesp.lora import (
     check_adapter,
@@ -29,7 +30,6 @@ from ondevice.methods.mesp.torch.streamed import Streamed
 from ondevice.methods.mesp.torch.weights import Resident
 from ondevice.methods.model_loss import nll_in_parts
 from ondevice.models import ModelFiles
-from ondevice.models.rounded import round_base
 from ondevice.nn.adapters import adapted
 from ondevice.nn.cross_entropy import Scale, WeighedRows
 from ondevice.nn.memory import memory_errors
@@ -77,7 +77,7 @@ class MespSession(PackingSession):
             self.weights: Any = Streamed(model, self.device, config.bits)
         else:
             self.device = torch.device(device or model.family.head_weight.device)
-            round_base(model, config.base)
+            round_base(model, config)
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
         graphs = graphs_for(self.weights, config)

@@ -77,7 +77,7 @@ sealed class Event(val kind: String) {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "losses" to losses, "projected_gradients" to projectedGradients,
             "learning_rate" to learningRate, "tokens" to tokens, "step_time_s" to stepTimeS, "tokens_per_s" to tokensPerS,
-            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null, "preferences" to preferences,
+            "peak_memory_bytes" to peakMemoryBytes, "peak_device_bytes" to null, "eta_s" to etaS, "overlap" to null, "experts" to null, "preferences" to preferences,
         )
     }
 
