@@ -6,6 +6,7 @@ goes on behind the mutation that it names.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import mmap
 import os
@@ -149,6 +150,7 @@ def _child(
 
 
 def _work(kind, folder, originals, seed, first, end, progress, report) -> None:  # type: ignore[no-untyped-def]
+    faulthandler.disable()  # its traceback of a signal would go to the log of the tests
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
