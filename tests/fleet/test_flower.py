@@ -33,11 +33,12 @@ from ondevice.fleet.link import Link
 from ondevice.fleet.messages import TaskReply
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
-from tests.cli.command import CommandLine
+from tests.cli.command import CommandLine, write_rows
 from tests.fleet.fleets import charter, open_to_others
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
 from tests.ports import free_port
+from tests.training.test_preferences import pairs
 
 normal = statistics.NormalDist().cdf
 
@@ -119,15 +120,17 @@ def test_three_devices_on_one_machine_end_with_one_adapter(
 def test_first_order_devices_rejoin_a_server_that_was_started_again(
     ondevice: CommandLine, tmp_path: Path
 ) -> None:
+    """They learn from preference pairs: the walks have labels."""
     python()
     port, link = str(free_port()), ("--host", "localhost", "--insecure")
-    done = ondevice("fleet", "begin", "--model", "tiny:llama", "--task", "sst2", "--max-length", 64, "--method",
-                    "lora", "--out", tmp_path / "server", "--json")  # fmt: skip
+    done = ondevice("fleet", "begin", "--model", "tiny:llama", "--set", "train.objective=dpo", "--max-length", 256,
+                    "--method", "lora", "--out", tmp_path / "server", "--json")  # fmt: skip
     assert done.code == 0, done.err
     command = [sys.executable, "-m", "ondevice", "fleet"]
     devices = []
     for number in (1, 2):
-        data, out = rows(tmp_path / f"r-{number}.jsonl"), tmp_path / f"device-{number}"
+        data = write_rows(tmp_path / f"r-{number}.jsonl", pairs(4 + number)[number:])
+        out = tmp_path / f"device-{number}"
         arguments = [
             "device",
             "--data",
@@ -169,6 +172,10 @@ def test_first_order_devices_rejoin_a_server_that_was_started_again(
             device.terminate()
             device.wait()
     assert open_to_others(tmp_path / "server") == []
+    status = ondevice("fleet", "status", tmp_path / "server", "--json").json
+    losses = [each["loss"] for each in status["rounds_table"]]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the model before training ties pairs
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.flower

@@ -7,10 +7,14 @@ import logging
 
 import pytest
 
+import ondevice
 from ondevice.core.errors import MissingPackageError
 from ondevice.training import events
+from ondevice.training.events import read_log
 from ondevice.training.loggers import TRACKERS, Reports, Tracker, check_installed, open_reports
+from tests.cli.command import write_rows
 from tests.training.bigram import logged, train
+from tests.training.test_preferences import pairs
 
 
 class Kept(Tracker):
@@ -59,6 +63,23 @@ def test_tensorboard_has_every_step_of_a_run_and_of_its_resume(tmp_path) -> None
     assert [point.step for point in shown] == [1, 2, 3, 4, 5]
     values = [float(point.tensor_proto.float_val[0]) for point in shown]
     assert values == pytest.approx([event.loss for event in logged(tmp_path, events.Step)])
+
+
+def test_tensorboard_has_the_figures_of_preferences(tmp_path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    data = write_rows(tmp_path / "pairs.jsonl", pairs(8))
+    ondevice.train(
+        "tiny:llama", data, method="lora", steps=2, report_to=["tensorboard"],
+        validation_split=0.5, out=tmp_path / "run",
+    )  # fmt: skip
+    read = loader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    log = read_log(tmp_path / "run" / "events.jsonl")
+    for name in ("rewards_chosen", "rewards_rejected", "margin", "accuracy"):
+        shown = read.Tensors(f"train/{name}")
+        values = [float(point.tensor_proto.float_val[0]) for point in shown]
+        assert values == pytest.approx([step.preferences[name] for step in log.steps()])
+        assert read.Tensors(f"eval/{name}"), name
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
