@@ -21,6 +21,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _needs_forks(warm: Warm) -> None:
+    if warm.process is None:
+        pytest.skip("imports start threads here")
+
+
 def ended(warm: Warm, *words: str, **options: object) -> tuple[int, str, str]:
     done = subprocess.run(
         [str(warm.python), *words], capture_output=True, text=True, check=False, **options
@@ -63,6 +69,20 @@ def test_a_warm_process_has_the_arguments_environment_and_exit_status_of_a_fresh
     late = "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
     code = f"import atexit, threading, time; atexit.register(print, 'at exit', end=''); {late}; print('main')"
     assert ended(warm, "-c", code)[:2] == (0, "main\nthread\nat exit")
+
+
+def test_where_imports_start_threads_python_starts_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        cold = Warm(tmp_path, ("json",))
+    assert cold.process is None
+    assert ended(cold, "-c", "import sys; print('torch' in sys.modules)") == (0, "False\n", "")
+    cold.close()
 
 
 def test_variables_set_by_libraries_do_not_restart_the_warm_process(warm: Warm) -> None:
