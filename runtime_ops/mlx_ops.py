@@ -48,7 +48,7 @@ def draw(
     or "rademacher".
 
     Raises:
-        ConfigError: another name, a negative counter, or an array that is no 64-bit integer.
+        ConfigError: another name, a negative counter, or an array that is not of 64-bit integers.
     """
     draw_numbers = normal if noise_kind(kind) == "normal" else rademacher
     return draw_numbers(seed, step, tensor, queries, start, count)
@@ -68,7 +68,7 @@ def normal(
         float32 [queries, count].
 
     Raises:
-        ConfigError: a negative counter, or an array that is no 64-bit integer.
+        ConfigError: a negative counter, or an array that is not of 64-bit integers.
     """
     first, last = start >> 1, (start + count + 1) >> 1
     word = _words(_keys(seed, step, tensor, queries, start, count), first, last)

@@ -56,7 +56,7 @@ class ImportedFunctions:
         """Return the outputs of `stage` by name.
 
         Raises:
-            ArtifactError: there is no trace for these shapes.
+            ArtifactError: these shapes were not traced.
         """
         entry = self.listed[stage]
         try:

@@ -179,7 +179,7 @@ def lower_portable(
         methods: modules with example inputs.
         integers: products of constants in 8 bits with activations that are rounded as they come are
             XNNPACK's, and nothing else is.
-        packed_from_rows: XNNPACK takes what it can of a method that is given so many hidden states
+        packed_from_rows: XNNPACK takes its operators of a method that is given so many hidden states
             or more. A weight that goes in is packed at each call, into memory that all calls share:
             with one row that costs more than the product, and from some ten rows on it saves time.
     """

@@ -49,7 +49,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def _weight(norm: Any) -> nn.Parameter:
-    """Return what a norm multiplies by: Gemma's weights are what is added to 1."""
+    """Return a norm's factor: Gemma's weights are added to 1."""
     if not type(norm).__name__.startswith("Gemma"):
         return norm.weight
     return nn.Parameter(1.0 + norm.weight.detach(), requires_grad=False)

@@ -37,7 +37,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target.
 
     Raises:
-        ConfigError: the run's objective is none of the program's.
+        ConfigError: the program does not have the run's objective.
     """
     spec = target(config.export.target)
     sections = [config.export]
@@ -131,7 +131,7 @@ def refusal(job: ExportJob, problems: list[str]) -> ConfigError:
     """Build the error of an export that is refused; its hint is an export that is not, with defaults.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the model does not exist.
     """
     read_dims(job.model.source, job.model.revision)
     hint = "`ondevice train` trains this model on this machine"

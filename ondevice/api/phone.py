@@ -154,7 +154,7 @@ def push(
 
     Raises:
         ArtifactError: `folder` is no whole artifact for a phone, or it changed on the way.
-        ConfigError: a name that is none.
+        ConfigError: not a file name.
         DeviceError, MissingPackageError: as `Phone`; or the app is not installed, or the phone is full.
     """
     folder = Path(folder)

@@ -381,7 +381,7 @@ def predict(
     Raises:
         ArtifactError: nothing trained is there, its task is not recorded, or the adapter was
             trained on another base model.
-        DataError: there are no rows, or none has the columns of the task.
+        DataError: the file has no rows, or none has the columns of the task.
     """
     started = time.perf_counter()
     texts: dict[int, str] = {}

@@ -58,7 +58,7 @@ def options_of(adapter: Any = None, sinks: Any = (), callbacks: Any = (), **othe
     A callback is looked at when the run calls it.
 
     Raises:
-        ArtifactError: there is no adapter.
+        ArtifactError: the adapter does not exist.
         ConfigError: an argument is of the wrong type.
     """
     for name, values in (("sinks", sinks), ("callbacks", callbacks)):

@@ -167,8 +167,8 @@ class RunConfig(StrictConfig):
             evaluates: rows to evaluate do, too.
 
         Raises:
-            ConfigError: no data is named, or the task is none.
-            DataError: there is no such file, or it is of a kind that is not read.
+            ConfigError: no data is named, or the task is unknown.
+            DataError: the file does not exist, or its kind is not read.
             MissingPackageError: the package that reads it is not installed.
         """
         from ondevice.data.readers.files import check_source
@@ -237,7 +237,7 @@ def presets() -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file, or from the preset of that name if there is no such file.
+    """Read a YAML mapping from a file, or else from the preset of that name.
 
     Raises:
         ConfigError: with line and column of the mistake.

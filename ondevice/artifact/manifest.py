@@ -39,7 +39,7 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     """Read and check an artifact's manifest.
 
     Raises:
-        ArtifactError: when the folder is no artifact, is of another schema version, lacks a file,
+        ArtifactError: when the folder is not an artifact, is of another schema version, lacks a file,
             or a file's SHA-256 is not the recorded one.
     """
     path = path_of(folder, "the artifact") / MANIFEST_NAME

@@ -1,7 +1,7 @@
 """mlx-lm's adapters: adapters.safetensors and adapter_config.json, read and written.
 
 mlx-lm keeps `lora_a` [inputs, rank] and `lora_b` [rank, outputs], and a `scale`, from which PEFT's
-alpha = scale x rank follows. What is written here loads in `mlx_lm.tuner.utils.load_adapters` and
+alpha = scale x rank follows. The files load in `mlx_lm.tuner.utils.load_adapters` and
 with `mlx_lm.load(..., adapter_path=...)`.
 """
 

@@ -55,7 +55,7 @@ class BlockTraits:
         fused: q, k and v are one linear layer, and gate and up are one.
         rotary: of each layer, whether q and k are rotated; () is every layer.
         rotary_width: dimensions of a head that are rotated, the first ones; 0 is all.
-        windows: of each layer, how many tokens a query sees, itself included; 0 is all before it. () is none.
+        windows: of each layer, how many tokens a query sees, itself included; 0: all before it; (): no windows.
         mixers: of each layer, what mixes its tokens: a key of `MIXER_PARTS`; () is attention.
         taps: tokens that a short convolution sees, the last one included.
         delta: of a gated delta rule: heads of keys and of values, and the width of a key and of a value.
@@ -74,7 +74,7 @@ class BlockTraits:
         score_scale: factor of the scores; 0 is 1 / sqrt(head_dim).
         embedding_scale, residual_scale, logit_scale: factors of the embedding's rows, of a branch where it is added,
             and of the logits.
-        logit_cap: a logit z is cap * tanh(z / cap); 0 is none.
+        logit_cap: a logit z is cap * tanh(z / cap); 0: no cap.
     """
 
     norms: tuple[tuple[str, str], ...] = tuple(LLAMA_NORMS.items())

@@ -18,7 +18,7 @@ def expanded(path: str | Path, hint: str = "set HOME, or write the path in full"
     """Return the path with the user's folder in place of `~`.
 
     Raises:
-        ConfigError: there is no such folder, as in a container whose user has no entry.
+        ConfigError: the folder does not exist, as in a container whose user has no entry.
     """
     try:
         return Path(path).expanduser()

@@ -148,7 +148,7 @@ class Pictures:
         """Return what the processor makes of a picture, arrays of numpy by their names.
 
         Raises:
-            DataError: there is no such picture, or its file has changed since the row was read.
+            DataError: the picture is missing, or its file has changed since the row was read.
         """
         if number not in self._known:
             raise DataError(

@@ -185,7 +185,7 @@ def token_nll(
         weight_VD: [vocabulary, hidden], the output head.
         labels_N: int64 [N].
         tiles: vocabulary tiles; at most N * vocabulary / tiles logits exist at once.
-        cap: of the logits; 0 is none.
+        cap: of the logits; 0: no cap.
 
     Returns:
         float32 [N]; float64 of a float64 model.

@@ -216,7 +216,7 @@ def _tell(
 
 
 def _between(held: list[slice], size: int) -> list[slice]:
-    """Return what is left of `size` elements."""
+    """Return the rest of `size` elements."""
     left = []
     at = 0
     for span in sorted(held, key=lambda span: span.start):

@@ -102,7 +102,7 @@ def remove(store: Store, name: str) -> None:
 
     Raises:
         BusyError: one uses it.
-        MissingError: there is no such template.
+        MissingError: the template does not exist.
     """
     path = _path(store, name)
     if locate_task(store, name) == name:

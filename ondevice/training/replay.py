@@ -60,7 +60,7 @@ def read_run(path: Path) -> RunLog:
         path: an `events.jsonl`, or the folder that holds one.
 
     Raises:
-        CheckpointError: if there is no log, or it is damaged or lacks a step.
+        CheckpointError: if the log is missing or damaged or lacks a step.
         ConfigError: if the run was of a first-order method.
     """
     if path.is_dir():

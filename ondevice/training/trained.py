@@ -43,7 +43,7 @@ class TrainedSource:
     Attributes:
         kind: `run`, `adapter`, `model` or `artifact`.
         source: as the user named it.
-        adapter: the adapter's folder; None if there is none.
+        adapter: the adapter's folder, if it has one.
         model: the adapter's base model, or the model or artifact itself.
         revision: of a base model on the hub.
         task: the recorded task; None if nothing recorded it.
@@ -99,7 +99,7 @@ def adapter_folder(source: str | os.PathLike[str]) -> Path:
     """Return the folder of an adapter, which may be given as the run that trained it.
 
     Raises:
-        ArtifactError: there is no adapter.
+        ArtifactError: the adapter does not exist.
     """
     folder = path_of(source, "the adapter's folder")
     adapter = _inside(folder)

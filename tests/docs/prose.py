@@ -437,7 +437,7 @@ def main() -> int:
         now = values(groups[group], [count])[count]
         fits = now <= limit.allowed
         failed = failed or not fits
-        note = "yes" if now <= limit.goal else "not yet" if fits else "NO"
+        note = "NO" if not fits else "yes" if now <= limit.goal else "not yet"
         print(f"{name:42} {limit.goal:7g} {now:7.1f} {limit.allowed:8g}  {note}")
     if options.list:
         for group, counts in groups.items():

@@ -127,7 +127,7 @@ def known_task(data: DataConfig, max_length_tokens: int) -> TrainedTask:
     Its label texts are those of the task; a tokenizer's chat template frames none of its prompts.
 
     Raises:
-        ConfigError: there is no such task, or the template cannot be used.
+        ConfigError: the task is unknown, or the template cannot be used.
     """
     assert data.task is not None  # noqa: S101  the caller's condition
     task = find_task(data.task)

@@ -155,7 +155,7 @@ class Reversible:
         Args:
             ids_BT: int64 [B, T].
             on_step: is given the streams (u, v) that each step reads.
-            tree: of prompts with their continuations, where each token is; there is no way back.
+            tree: of prompts with their continuations, where each token is; without a backward pass.
 
         Raises:
             StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would

@@ -1,4 +1,4 @@
-"""Pictures for a language model: a tower of vision reads each once, and what it gives is kept.
+"""Pictures for a language model: a tower of vision reads each once, and its output is kept.
 
 The tower is frozen, so a picture's tokens are the same in every step. transformers takes them in
 place of pixels (`mm_encoder_outputs`), and puts them where the row has the picture's ids.

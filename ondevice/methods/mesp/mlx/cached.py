@@ -20,7 +20,7 @@ CONVOLUTIONS = {"convolve": ("bcx", "o"), "convolve_alone": ("qkv", "c")}
 
 
 class CachedStages:
-    """The stages over new tokens, each layer's with what it keeps of those before them.
+    """The stages over new tokens, each layer's with the state that earlier ones left.
 
     Attributes:
         read: tokens before the new ones.

@@ -135,7 +135,7 @@ def _forward(settings: Settings, length_tokens: int, row_tokens: int) -> list[In
 
 
 def _end(settings: Settings) -> list[Instruction]:
-    """y -> the next block's input, and e before what is behind the MLP."""
+    """y -> the next block's input, and e in front of the norms after the MLP."""
     branch = _same("m", when=settings.branch_apart) | _norm(settings, "after_mlp")
     if not settings.has_behind:
         return [Instruction("end", _same("y") | branch, _named("x"))]

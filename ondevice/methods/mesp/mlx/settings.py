@@ -317,7 +317,7 @@ class Settings:
         """Refuse matrices that cannot be packed.
 
         Raises:
-            ConfigError: a width is no multiple of the group size.
+            ConfigError: a width is not a multiple of the group size.
         """
         if not self.bits:
             return
