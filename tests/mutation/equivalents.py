@@ -110,16 +110,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the arrays have one element",
     (
         "ondevice/nn/experts.py",
-        "if end > start:",
-        "if end is not start:",
-    ): "the product with no rows has no rows",
-    (
-        "ondevice/nn/experts.py",
-        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
-        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == -1",
-    ): "read on a GPU only",
-    (
-        "ondevice/nn/experts.py",
         "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
         "aligned = weight.shape[ 2] % 8 == 0 and weight.shape[2] % 8 == 0",
     ): "read on a GPU only",
