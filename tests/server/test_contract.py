@@ -18,9 +18,9 @@ from ondevice.server.openai import is_openai
 from tests.server.running import DaemonProcess
 from tests.warm import Warm
 
-LIMIT_S = 25
+LIMITS_S = 25, 200
+"""The second one is for a machine that is too busy to send `FEWEST` requests in the first."""
 FEWEST = 100
-"""Requests that a slow machine sends in that time."""
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
@@ -56,24 +56,28 @@ def test_the_paths_of_openai_declare_the_form_of_their_refusals(served) -> None:
 def test_no_response_breaks_the_contract(tmp_path: Path, warm: Warm) -> None:
     """The boundary values of every schema, then random ones and chains of requests while time is left."""
     with DaemonProcess(tmp_path / "store", python=warm.python) as daemon:
-        command = [
-            sys.executable,
-            "-c",
-            "from schemathesis.cli import schemathesis; schemathesis()",
-        ]
-        limits = ["--max-time", str(LIMIT_S), "--max-examples", "10", "--seed", "1", "--no-color"]
-        address = f"{daemon.address}/v1/openapi.json"
-        done = subprocess.run(
-            [*command, "--config-file", str(CONFIG), "run", address, *limits],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
-        cases = re.search(r"(\d+) generated", done.stdout)
-        assert cases is not None and int(cases[1]) > FEWEST, done.stdout[-2000:]
+        for limit in LIMITS_S:
+            output, count = requests(daemon.address, limit, tmp_path)
+            if count > FEWEST:
+                break
+        assert count > FEWEST, output[-2000:]
         told = daemon.stop()
     assert "Traceback" not in told
+
+
+def requests(address: str, limit_s: int, folder: Path) -> tuple[str, int]:
+    """Send requests for some seconds; return what schemathesis says of them and how many there were."""
+    command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()"]
+    limits = ["--max-time", str(limit_s), "--max-examples", "10", "--seed", "1", "--no-color"]
+    done = subprocess.run(
+        [*command, "--config-file", str(CONFIG), "run", f"{address}/v1/openapi.json", *limits],
+        cwd=folder,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=limit_s + 240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    found = re.search(r"(\d+) generated", done.stdout)
+    return done.stdout, int(found[1]) if found else 0
