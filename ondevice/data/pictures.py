@@ -150,6 +150,14 @@ class Pictures:
         Raises:
             DataError: the picture is missing, or its file has changed since the row was read.
         """
+        return self._process(opened(self.content(number)[1]))
+
+    def content(self, number: int) -> tuple[Path | bytes, bytes]:
+        """Return a picture's file or bytes as the row has them, and its bytes.
+
+        Raises:
+            DataError: as `inputs`.
+        """
         if number not in self._known:
             raise DataError(
                 "a row has tokens of a picture that was not read",
@@ -165,7 +173,7 @@ class Pictures:
             raise DataError(
                 f"picture {content} has changed since its row was read", hint="start again"
             )
-        return self._process(opened(data))
+        return content, data
 
     def _process(self, image: Any) -> dict[str, Any]:
         return dict(

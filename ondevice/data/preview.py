@@ -22,6 +22,7 @@ from ondevice.data.lengths import length_of
 from ondevice.data.pictures import as_marks
 from ondevice.data.reading import Reading, about, each_row, open_reading
 from ondevice.data.rows import AnswerTooLong, Row, RowProblem, Rows
+from ondevice.data.thumbnails import Thumbnail, thumbnails
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,6 +91,9 @@ class Preview(Documented):
     example_unread: tuple[tuple[str, ...], ...]
     """The columns and keys of each example's row that nothing reads."""
 
+    example_images: tuple[tuple[Thumbnail, ...], ...]
+    """The pictures of each example."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything, as `--json` prints it."""
         return self.model_dump()
@@ -100,7 +104,8 @@ class Preview(Documented):
 
         parts: list[RenderableType] = [_facts(self)]
         names = self.example_names or ("",) * len(self.examples)
-        parts += [_panel(*one) for one in zip(count(1), names, self.examples, self.example_unread)]
+        each = zip(count(1), names, self.examples, self.example_unread, self.example_images)
+        parts += [_panel(*one) for one in each]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -286,6 +291,7 @@ class _Summary:
             notes=(*notes, *report.sentences()),
             unread=report.unread_counts,
             example_unread=tuple(item.unread for _, _, item in examples),
+            example_images=tuple(thumbnails(example.ids, tokenizer) for _, example, _ in examples),
         )
 
 
@@ -354,7 +360,11 @@ def _facts(view: Preview) -> RenderableType:
 
 
 def _panel(
-    number: int, name: str, example: tuple[Segment, ...], unread: tuple[str, ...]
+    number: int,
+    name: str,
+    example: tuple[Segment, ...],
+    unread: tuple[str, ...],
+    images: tuple[Thumbnail, ...],
 ) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
@@ -363,7 +373,7 @@ def _panel(
     text = Text()
     for segment in example:
         _append(text, segment)
-    parts = [text]
+    parts: list[RenderableType] = [*images, text]
     if unread:
         parts.append(Text(_printable(f"not read: {', '.join(unread)}"), style="yellow"))
     legend = "dim is context, green is trained on"

@@ -86,9 +86,7 @@ class Objective(ABC):
 
     def rewards(self, scores: Scores) -> np.ndarray:
         """Return the implicit reward of each text, float64 [n, 2]."""
-        if self.has_reference:
-            return self.beta * scores.log_ratios
-        return self.beta * scores.log_likelihoods
+        return self.beta * scores.log_ratios
 
     def graded_pairs(self, scores: Scores, losses: np.ndarray, slopes: np.ndarray) -> Graded:
         """Return the mean of the pairs' losses, float64 [n], with their derivatives [n, 2]."""

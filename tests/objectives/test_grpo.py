@@ -49,6 +49,12 @@ def test_coefficients_are_the_loss_derivatives(seed: int, reference: bool, sprea
         assert 0 < graded.figures["clipped"] < 1
 
 
+def test_the_kl_term_is_as_strong_as_in_the_paper_unless_set() -> None:
+    answers = sampled(0)
+    loss, kl = (Grpo(beta=beta).grade(answers).loss for beta in (0.0, 1.0))
+    assert Grpo().grade(answers).loss == pytest.approx(loss + 0.04 * (kl - loss), rel=1e-12)
+
+
 def test_the_first_update_is_the_papers_per_token_gradient() -> None:
     """The ratio of each token is 1 there, so the paper's gradient is the advantage over the length."""
     answers = sampled(0, spread=0.0, reference=False)

@@ -91,12 +91,18 @@ def test_texts_that_are_certain_or_impossible_give_finite_coefficients(name: str
     assert np.isfinite(graded.coefficients).all()
 
 
-def test_a_pair_in_the_right_order_counts_as_right() -> None:
-    scores = Scores(np.array([[-1.0, -2.0], [-3.0, -1.0]]), np.zeros((2, 2)), np.ones((2, 2), int))
-    graded = objective("dpo").grade(scores)
-    assert graded.right.tolist() == [True, False]
-    assert graded.figures["accuracy"] == 0.5
-    assert graded.figures["margin"] == pytest.approx(0.1 * (1 - 2) / 2)
+def test_a_pair_in_the_right_order_counts_as_right_and_a_tie_does_not() -> None:
+    logps = np.array([[-1.0, -2.0], [-3.0, -1.0], [-2.0, -2.0], [-4.0, -2.5], [-1.0, -1.5]])
+    scores = Scores(logps, np.zeros((5, 2)), np.ones((5, 2), int))
+    for name, beta in (("dpo", 0.1), ("ipo", 0.1), ("orpo", 0.1), ("simpo", 2.0)):
+        graded = objective(name).grade(scores)
+        assert graded.right.tolist() == [True, False, False, False, True], name
+        assert graded.figures["accuracy"] == 0.4
+        assert graded.figures["rewards_chosen"] == pytest.approx(beta * -2.2)
+        assert graded.figures["rewards_rejected"] == pytest.approx(beta * -1.8)
+        assert graded.figures["margin"] == pytest.approx(beta * -0.4)
+        assert objective(name).texts == 2
+    assert objective("kto").texts == 1
 
 
 def test_kto_refuses_pairs_and_unknown_settings_are_named() -> None:

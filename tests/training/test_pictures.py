@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 import ondevice
 from ondevice.artifact.adapter import save_adapter
@@ -22,6 +24,7 @@ from ondevice.data import Batches, pictures
 from ondevice.data.examples import Dataset, rows_sha256
 from ondevice.data.pictures import FIRST_ID, as_marks
 from ondevice.data.reading import read_dataset
+from ondevice.data.thumbnails import Thumbnail
 from ondevice.models import LoadedModel, load_model, load_tokenizer
 from ondevice.models.processor import load_processor
 from ondevice.models.tiny import tiny_tokenizer
@@ -257,6 +260,38 @@ def test_a_text_model_leaves_out_rows_with_images_and_says_why(place: Path) -> N
     assert len(dataset) == 1
     assert {one.line for one in dataset.problems} == {1, 3}
     assert all("reads only text" in one.reason for one in dataset.problems)
+
+
+def test_a_preview_shows_pictures_small_with_their_size(place: Path, capsys) -> None:
+    command, folder = CommandLine(capsys), place / SHAPES[0]
+    shown = command("data", place / "rows.jsonl", "--model", folder, "--json").json
+    images = shown["example_images"]
+    assert [[one["name"] for one in each] for each in images] == [["a.png"], [], ["b.png", "c.png"]]
+    dataset = encoded(place, load_tokenizer(str(folder)))
+    for each, item in zip(images, dataset.items, strict=True):
+        marks = [token for token in item.example.ids if token >= FIRST_ID]
+        assert sum(one["tokens"] for one in each) == len(marks)
+        for one in each:
+            assert (one["width"], one["height"]) == SIZES[one["name"][0]]
+            small = Image.open(io.BytesIO(base64.b64decode(one["png"])))
+            whole = Image.open(place / "pics" / one["name"])
+            assert small.tobytes() == whole.tobytes()  # they are smaller than 96 pixels
+    said = command("data", place / "rows.jsonl", "--model", folder).out
+    assert "image: b.png, 40 x 24, " in said and "▀" not in said, "colours are for terminals"
+
+
+def test_a_terminal_shows_a_picture_in_its_colours(tmp_path: Path) -> None:
+    image = Image.new("RGB", (200, 100), (250, 0, 0))
+    image.paste((0, 0, 250), (0, 50, 200, 100))
+    image.thumbnail((96, 96))
+    image.save(tmp_path / "a.png")
+    png = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    console = Console(color_system="truecolor", force_terminal=True, file=io.StringIO())
+    console.print(Thumbnail(name="", width=200, height=100, tokens=9, png=png))
+    said = console.file.getvalue()
+    assert said.count("▀") == 24 * 6 and "image: bytes of the row, 200 x 100, 9 tokens" in said
+    rows = said.splitlines()
+    assert "38;2;250;0;0" in rows[0] and "48;2;0;0;250" in rows[5]
 
 
 def test_methods_that_train_the_tower_refuse_images_also_without_running(

@@ -103,6 +103,7 @@ function previewParts(found) {
           "li",
           {},
           found.example_names[index] ? h("strong", {}, found.example_names[index]) : null,
+          ...found.example_images[index].map(picture),
           h("p", { class: "example", dir: "auto" }, segments.map(piece)),
           found.example_unread[index]?.length
             ? h("p", { class: "soft" }, `Not read: ${found.example_unread[index].join(", ")}`)
@@ -112,6 +113,13 @@ function previewParts(found) {
     ),
     found.problems.length ? rowProblems(found.problems) : null,
   ].filter(Boolean);
+}
+
+/** A picture of a row, small, with its size and tokens. */
+function picture({ name, width, height, tokens, png }) {
+  const words = `${name || "bytes of the row"}, ${width} × ${height}, ${number(tokens)} tokens`;
+  const image = h("img", { src: `data:image/png;base64,${png}`, alt: name || "a picture of the row" });
+  return h("figure", { class: "picture" }, h("figcaption", { class: "soft" }, words), image);
 }
 
 function counted(counts) {
