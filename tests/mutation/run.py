@@ -85,7 +85,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/objectives/dpo.py": OBJECTIVES,
     "ondevice/objectives/grpo.py": ("tests/objectives/test_grpo.py",),
     "ondevice/objectives/kto.py": OBJECTIVES,
-    "ondevice/methods/prge/step.py": ("tests/methods/prge/test_torch.py",),
+    "ondevice/methods/prge/step.py": (
+        "tests/methods/prge/test_torch.py",
+        "tests/methods/prge/test_subspace.py",
+    ),
     "ondevice/methods/prge/subspace.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/prge/subspace_program.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
