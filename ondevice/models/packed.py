@@ -146,9 +146,9 @@ def empty_model(
                 wanted, dtype=dtype, attn_implementation="sdpa"
             )
     body: Any = model.model
-    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(
-        device
-    )  # its frequencies are in no file
+    rotary = type(getattr(body, family.rotary))
+    # Its frequencies are in no file.
+    setattr(body, family.rotary, rotary(config=model.config).to(device))
     return family(model)
 
 

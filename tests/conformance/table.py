@@ -150,7 +150,9 @@ EAGER = (
         Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
         for family in (
             "granite",
+            "granitemoe",
             "lfm2",
+            "lfm2_moe",
             "olmo2",
             "phi3",
             "qwen2_moe",
@@ -281,7 +283,9 @@ PROGRAMS = (
         adapter_error=3e-5,
     ),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of granitemoe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of lfm2_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen2_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_5_text", adapter_error=2e-4),
@@ -305,6 +309,20 @@ PROGRAMS = (
         "android-cpu",
         ROUNDED.format("4-bit", "q4"),
         program="blocks of lfm2, q4",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("8-bit", "int8"),
+        program="blocks of granitemoe, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks of lfm2_moe, q4",
         adapter_error=2e-4,
     ),
     Row(

@@ -25,6 +25,7 @@ from ondevice.core.registry import method_config, open_session, target
 from ondevice.core.untrusted import read_header
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.executorch.blocks import BlocksSession
+from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.models import load_model, save_tiny
 from ondevice.training.events import read_log
 from ondevice.training.progress import describe_experts
@@ -130,7 +131,6 @@ def job(folder: Path, method: dict[str, Any], **export: Any) -> ExportJob:
     ("sizes", "method", "export", "words"),
     [
         ({}, {"target_modules": ["q_proj", "experts.down_proj"]}, {}, "no adapters on experts"),
-        ({"mlp_only_layers": [1]}, {}, {}, "no experts in layers 1"),
         ({}, {}, {"quantize": "8da8w"}, "read as tokens need them"),
         ({}, {}, {"quantize": "q4", "rounding": "rows"}, "levels of experts"),
         ({"moe_intermediate_size": 24}, {}, {"quantize": "int8"}, "expert 24"),
@@ -150,15 +150,53 @@ def test_what_a_program_of_a_mixture_does_not_do_is_named(
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
-    [("granitemoe", {}), ("lfm2_moe", {"layer_types": ["conv", "full_attention"]})],
+    ("family", "sizes"),
+    [
+        ("granitemoe", {}),
+        ("lfm2_moe", {"layers": 4, "num_dense_layers": 2}),
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+    ],
 )
+def test_blocks_without_experts_and_other_mixers_are_kinds_of_a_program(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "m", family, **sizes)
+    assert not target("android-cpu").check(job(folder, {}))
+    functions = BlockFunctions(load_model(str(folder)), method_config("mesp"))
+    kinds = {"lfm2_moe": (0, 1, 2, 3), "granitemoe": (0, 0), "qwen2_moe": (0, 1)}
+    assert functions.kinds(16) == kinds[family]
+    weights = functions.weights()
+    dims: Any = functions.dims
+    for layer in range(dims.layers):
+        dense = layer in dims.dense_layers
+        assert functions.routes(layer) != dense
+        of_layer = [name for name in weights if f"layers.{layer}." in name]
+        assert any(".experts." in name for name in of_layer) != dense
+        ports = {one.name.format(layer=layer) for one in functions.frozen(layer)}
+        assert ports <= set(of_layer)
+    if family == "qwen2_moe":
+        problems = target("android-cpu").check(job(folder, {}, context_tokens=40))
+        assert any("no experts in layers 1" in one for one in problems), problems
+
+
+def test_a_host_calls_experts_only_of_blocks_that_have_some() -> None:
+    """The first layer of two has none."""
+    spec = read_manifest(program("blocks of lfm2_moe")).program_spec
+    assert spec.expert_layers == spec.layers_of("expert_forward_1") == [1]
+    session = open_artifact(program("blocks of lfm2_moe"))
+    result = session.step(*rows(), 0, 1e-2)
+    assert result.experts is not None
+    assert result.experts["all"] == 6
+    assert session.experts.read and {layer for layer, _ in session.experts.read} == {1}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_mixtures_whose_blocks_are_not_known_are_refused_by_name(
-    family: str, fields: dict[str, Any], tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
     from tests.models.test_any_decoder import save
 
-    problems = target("android-cpu").check(job(save(tmp_path / "m", family, **fields), {}))
+    problems = target("android-cpu").check(job(save(tmp_path / "m", family), {}))
     assert any(family in problem for problem in problems), problems
 
 
