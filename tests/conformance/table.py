@@ -122,6 +122,13 @@ EAGER = (
         "slideformer",
         "torch-cpu",
         "float32 and bfloat16 with float32 masters",
+        family="lfm2_moe",
+        adapter_error=1e-3,
+    ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
         family="qwen3_5_text",
         adapter_error=1e-3,
     ),
@@ -132,6 +139,7 @@ EAGER = (
         **GEMMA4_ADAM,
     ),
     Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, family="granitemoe", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, family="lfm2", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, family="qwen3_5_text", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, **GEMMA4_ADAM),
@@ -162,6 +170,7 @@ EAGER = (
             "smollm3",
         )
     ),
+    Row("lora", "torch-cpu", family="lfm2_moe", adapter_error=2e-4),
     Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
     Row(
         "mesp",
