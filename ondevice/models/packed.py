@@ -102,7 +102,9 @@ def load_packed(
         )
     kind = _kind(config.pop("quantization_config", None), folder)
     empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
-    biases = {name for name, _ in _stored(empty.model)} - dict(empty.model.named_parameters()).keys()
+    biases = {name for name, _ in _stored(empty.model)} - dict(
+        empty.model.named_parameters()
+    ).keys()
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
@@ -221,7 +223,9 @@ def _put_whole(model: Family, name: str, stored: torch.Tensor) -> None:
             f"{name} has another shape", expected=list(shape), received=list(stored.shape)
         )
     is_parameter = isinstance(place, Parameter)
-    setattr(holder, leaf, Parameter(stored, requires_grad=False) if is_parameter else Buffer(stored))
+    setattr(
+        holder, leaf, Parameter(stored, requires_grad=False) if is_parameter else Buffer(stored)
+    )
 
 
 def _kind(quantization: Any, folder: Path) -> str:

@@ -175,9 +175,7 @@ class BlockFunctions:
         width = self.dims.shared_intermediate
         hidden = self.dims.hidden
         shapes = dict.fromkeys(GATED_MLP, (width, hidden)) | {"down_proj": (hidden, width)}
-        return {
-            f"{self.mlp}.shared_expert.{part}.weight": shape for part, shape in shapes.items()
-        }
+        return {f"{self.mlp}.shared_expert.{part}.weight": shape for part, shape in shapes.items()}
 
     def routes(self, layer: int) -> bool:
         """Return True if that layer's tokens choose experts."""

@@ -116,9 +116,7 @@ def routing_ports(functions: BlockFunctions, tokens: int, layer: int) -> tuple[T
     return normed, port("routing", "routing", (tokens, dims.experts))
 
 
-def routing_gradients(
-    functions: BlockFunctions, tokens: int, layer: int
-) -> tuple[TensorPort, ...]:
+def routing_gradients(functions: BlockFunctions, tokens: int, layer: int) -> tuple[TensorPort, ...]:
     """Describe what the backward pass takes of them: the gradients of `routing_ports`."""
     return tuple(
         port(one.name, f"{one.role}_gradient", one.shape)

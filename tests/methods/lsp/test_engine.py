@@ -133,7 +133,9 @@ def test_each_expert_changes_in_a_subspace_of_its_own_as_in_memory(name: str) ->
     np.testing.assert_allclose(ours, losses, rtol=2e-5)
     assert furthest(trained, weights) < 2e-3
     for side in ("gate_up_proj", "down_proj"):
-        own = {one for one in names if one.startswith("model.layers.1.") and f".experts.{side}." in one}
+        own = {
+            one for one in names if one.startswith("model.layers.1.") and f".experts.{side}." in one
+        }
         assert len(own) == 6
     assert len(set(numbers)) == len(numbers), "two matrices draw the same projectors"
 
