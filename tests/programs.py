@@ -179,6 +179,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
     ),
+    "blocks of gemma4_text": (
+        "gemma4_text",
+        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
+    ),
+    "blocks of gemma4_text, q4": (
+        "gemma4_text",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
     "blocks of gemma4_text, int8": (
         "gemma4_text",
         {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
@@ -311,6 +319,8 @@ NIGHTLY = {
     "lfm2",
     "pairs, int8",
     "blocks of gemma3_text",
+    "blocks of gemma4_text",
+    "blocks of gemma4_text, q4",
     "blocks of granitemoe",
     "blocks of granitemoe, int8",
     "blocks of lfm2, q4",

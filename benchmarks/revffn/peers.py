@@ -107,7 +107,9 @@ class Ordinary:
             return
         model = loaded.model
         self.named = {
-            name: p.requires_grad_() for name, p in model.named_parameters() if ".mlp.gate." not in name
+            name: p.requires_grad_()
+            for name, p in model.named_parameters()
+            if ".mlp.gate." not in name
         }
         if kind == "galore":
             inside = [p for name, p in self.named.items() if p.ndim > 1 and ".layers." in name]

@@ -291,6 +291,7 @@ PROGRAMS = (
         loss_error=2e-5,
         adapter_error=3e-5,
     ),
+    Row("mesp", "android-cpu", EXACT, program="blocks of gemma4_text", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of granitemoe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
@@ -347,6 +348,13 @@ PROGRAMS = (
         "android-cpu",
         ROUNDED.format("8-bit", "int8"),
         program="blocks of gemma4_text, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks of gemma4_text, q4",
         adapter_error=2e-4,
     ),
     Row(

@@ -191,7 +191,8 @@ class BlockFunctions:
         """(outputs, inputs) of the MLP of a block without experts among others, by part."""
         if not isinstance(self.dims, MoeDims):
             return {}
-        return {part: shape[::-1] for part, shape in self.dims.dense_shapes(layer).items()}
+        shapes = self.dims.dense_shapes(layer).items()
+        return {part: (outputs, inputs) for part, (inputs, outputs) in shapes}
 
     @property
     def _router(self) -> str:
@@ -288,8 +289,8 @@ class BlockFunctions:
     def kinds(self, longest_tokens: int) -> tuple[int, ...]:
         """Return the kind of each layer's block, from 0 in the order of the layers: they differ by
         what mixes tokens, by window, by whether q and k are rotated, and by what table; by sizes,
-        by whose keys and values they read, and by whether tokens choose experts. A window that a row of `longest_tokens` fits in does
-        not count.
+        by whose keys and values they read, and by whether tokens choose experts. A window that a
+        row of `longest_tokens` fits in does not count.
         """
         traits = self.dims.traits
         family = self.loaded.family

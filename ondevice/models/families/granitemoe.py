@@ -54,7 +54,7 @@ class GraniteMoe(MoeFamily, Granite):
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         """Read the factors and the sizes of the experts."""
-        own = MoeFamily.gguf_config.__func__(cls, data, config)
+        own = super().gguf_config(data, config)
         return {
             **Granite.gguf_config(data, config),
             "num_experts": own["num_experts"],
@@ -66,7 +66,7 @@ class GraniteMoe(MoeFamily, Granite):
     @classmethod
     def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
         """Return the factors and the sizes of the experts."""
-        return {**MoeFamily.gguf_keys.__func__(cls, dims, {}), **Granite.gguf_keys(dims, config)}
+        return {**super().gguf_keys(dims, {}), **Granite.gguf_keys(dims, config)}
 
     @classmethod
     def gguf_known_as(cls, name: str) -> str:

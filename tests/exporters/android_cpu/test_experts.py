@@ -16,11 +16,12 @@ import pytest
 
 from ondevice.api.export import run_config
 from ondevice.api.open import open_artifact
+from ondevice.api.predict import predict
 from ondevice.api.train import run_artifact
 from ondevice.artifact.manifest import read_manifest
 from ondevice.artifact.weights import WEIGHTS_NAME
 from ondevice.core.config import ExportConfig, ModelConfig
-from ondevice.core.errors import TrainingError
+from ondevice.core.errors import ArtifactError, TrainingError
 from ondevice.core.registry import method_config, open_session, target
 from ondevice.core.untrusted import read_header
 from ondevice.exporters.base import ExportJob
@@ -93,6 +94,26 @@ def test_a_run_reports_the_bytes_of_experts_that_a_token_reads(tmp_path: Path) -
     assert figures["bytes_per_token"] == figures["bytes"] / 16
     assert read_log(tmp_path / "run/events.jsonl").steps()[-1].experts == figures
     assert f"{figures['read']} of 12 experts" in describe_experts(figures)
+
+
+def test_predict_names_the_task_that_a_program_lacks_and_follows_its_adapter_s(
+    tmp_path: Path,
+) -> None:
+    """The program was made without a task; a run's adapter records the run's."""
+    data = tmp_path / "rows.csv"
+    data.write_text("text,label\nso,a\nno,b\nso,a\n")
+    folder = program(NAME)
+    with pytest.raises(ArtifactError, match="does not record its task") as caught:
+        predict(folder, [{"text": "so"}])
+    assert "(--task)" in str(caught.value.hint)
+    settings = {"data.path": str(data), "train.steps": 2, "train.out": str(tmp_path / "run")}
+    trained = run_artifact(folder, run_config(folder, None, settings))
+    texts = [{"text": text} for text in ("so", "no", "oh")]
+    ours = predict(folder, texts, adapter=trained.adapter)
+    wanted = predict(str(model("qwen3_moe")), texts, adapter=trained.adapter)
+    for mine, eager in zip(ours, wanted, strict=True):
+        assert mine.prediction == eager.prediction
+        assert mine.probabilities == pytest.approx(eager.probabilities, rel=1e-4)
 
 
 def test_evaluation_and_the_next_token_of_a_mixture_are_eager_s() -> None:
