@@ -183,10 +183,6 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
     ),
-    "blocks of gemma4_text, q4": (
-        "gemma4_text",
-        {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
-    ),
     "blocks of gemma4_text, int8": (
         "gemma4_text",
         {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
@@ -320,7 +316,6 @@ NIGHTLY = {
     "pairs, int8",
     "blocks of gemma3_text",
     "blocks of gemma4_text",
-    "blocks of gemma4_text, q4",
     "blocks of granitemoe",
     "blocks of granitemoe, int8",
     "blocks of lfm2, q4",

@@ -353,13 +353,6 @@ PROGRAMS = (
     Row(
         "mesp",
         "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks of gemma4_text, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
         ROUNDED.format("8-bit", "int8"),
         program="blocks of qwen3_5_text, int8",
         adapter_error=2e-4,
