@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.galore import GaloreAdamW, Projected
 from ondevice.core.registry import method_config
-from ondevice.methods.revffn.torch import ROUTER, RevffnSession
+from ondevice.methods.revffn.torch import RevffnSession
 from ondevice.methods.revffn.updates import Updates
 from ondevice.models.registry import family_for
 from ondevice.nn.cross_entropy import shift, token_nll
@@ -107,7 +107,9 @@ class Ordinary:
             return
         model = loaded.model
         self.named = {
-            name: p.requires_grad_() for name, p in model.named_parameters() if ROUTER not in name
+            name: p.requires_grad_()
+            for name, p in model.named_parameters()
+            if ".mlp.gate." not in name
         }
         if kind == "galore":
             inside = [p for name, p in self.named.items() if p.ndim > 1 and ".layers." in name]

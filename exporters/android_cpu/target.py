@@ -74,9 +74,11 @@ class AndroidCpu(ExecutorchTarget):
         widths = {
             "hidden": dims.hidden,
             "ff": dims.intermediate,
-            "expert": dims.expert_intermediate if isinstance(dims, MoeDims) else 0,
             "heads": dims.heads * dims.head_dim,
         }
+        if isinstance(dims, MoeDims):
+            widths["expert"] = dims.expert_intermediate
+            widths["dense"] = dims.dense_intermediate if dims.dense_layers else 0
         if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
             listed = ", ".join(f"{name} {width}" for name, width in widths.items())
             problems.append(

@@ -217,7 +217,7 @@ class BlocksSession(ExecutorchSession):
             given[LOSS_SCALE] = _tensor(np.array([self.loss_scale], np.float32))
         for layer in reversed(range(self.spec.layers)):
             given |= {"hidden": inputs.pop(), "gradient": g}
-            if self.experts is not None:
+            if self.experts is not None and layer in self.experts.layers:
                 given |= self._expert_gradients(self.experts, given, size, layer)
             outputs = self._call_block(f"block_backward_{size}{self._kind(layer)}", given, layer)
             g = outputs["gradient"]
@@ -348,7 +348,7 @@ class BlocksSession(ExecutorchSession):
             tokens: the first so many are real, and only these need experts; None if all are.
         """
         outputs = self._call_block(name, given, layer)
-        if self.experts is not None:
+        if self.experts is not None and layer in self.experts.layers:
             outputs["hidden"] = self.experts.forward(layer, outputs, tokens)
         return outputs
 

@@ -26,6 +26,7 @@ class Experts:
 
     Attributes:
         count: experts of a layer.
+        layers: those that have experts.
         all: experts of all layers.
         read: layer and number of each expert whose weights a function was given since `begin`.
     """
@@ -37,7 +38,8 @@ class Experts:
         names = [name.removeprefix(begins) for name in spec.methods if name.startswith(begins)]
         self.sizes = sorted(map(int, names))
         self.count = spec.experts
-        self.all = spec.layers * spec.experts
+        self.layers = spec.expert_layers
+        self.all = len(self.layers) * spec.experts
         self.read: set[tuple[int, int]] = set()
 
     def begin(self) -> None:

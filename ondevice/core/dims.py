@@ -62,7 +62,7 @@ class BlockTraits:
         output_gate: the query's projection has a gate for each head behind its query; attention's output is multiplied
             by its sigmoid.
         paths: (part, module) of a block's linear layers, and of its other tensors (`mixer_tensors`), if they are
-            not Llama's.
+            not Llama's; of a mixture of experts also `mlp` and `mlp.gate`, its router.
         head_dims, key_heads, mlp_widths: of each layer, the width of a head, the heads of keys and values, and the
             width of the MLP; () is `ModelDims`' for every layer.
         key_layers: of each layer, the one whose keys and values it attends to, often its own; () is its own.
@@ -252,7 +252,9 @@ class ModelDims:
         traits.pop("score_cap", None)  # older manifests have it, always as 0
         if "active_experts" in values:
             cls = MoeDims
-            values = {**values, "dense_layers": tuples(values["dense_layers"])}
+            routing = RoutingTraits(**values.get("routing", {}))
+            dense = tuples(values["dense_layers"])
+            values = {**values, "dense_layers": dense, "routing": routing}
         return cls(**{**values, "traits": BlockTraits(**traits)})
 
     @property
@@ -559,6 +561,24 @@ def names_experts(name: str, target: str) -> bool:
 
 
 @dataclass(frozen=True)
+class RoutingTraits:
+    """How a token's experts are chosen, and weighted in their sum.
+
+    Attributes:
+        scores: of a token's experts: `softmax` of the router's logits over all of them, or the `sigmoid` of each.
+        bias: a number of each expert is added to its score for the choice; weights have it not.
+        normalised: weights are divided by their sum and `least`.
+        scale: factor of the weights.
+    """
+
+    scores: str = "softmax"
+    bias: bool = False
+    normalised: bool = False
+    least: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class MoeDims(ModelDims):
     """Dimensions of a mixture of experts.
 
@@ -567,6 +587,7 @@ class MoeDims(ModelDims):
         expert_intermediate: width of one expert; `shared_intermediate` of the expert that sees every token, 0 if
             there is none.
         dense_intermediate: width of the MLP of `dense_layers`, the blocks that have no experts.
+        routing: how a token's experts are weighted.
     """
 
     active_experts: int = 0
@@ -574,15 +595,24 @@ class MoeDims(ModelDims):
     shared_intermediate: int = 0
     dense_intermediate: int = 0
     dense_layers: tuple[int, ...] = ()
+    routing: RoutingTraits = RoutingTraits()
 
     def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Return those of attention, whose linear layers are the only ones that can carry adapters."""
+        """Return those of the mixers, whose linear layers are the only ones that can carry adapters."""
         shapes = super()._part_shapes(layer)
-        return {target: shapes[target] for target in ATTENTION}
+        return {part: shape for part, shape in shapes.items() if part not in GATED_MLP}
+
+    def dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of the MLP's matrices of a layer of `dense_layers`, by part; {} of another."""
+        if layer not in self.dense_layers:
+            return {}
+        width = self.dense_intermediate
+        shapes = dict.fromkeys(GATED_MLP, (self.hidden, width))
+        return shapes | {"down_proj": (width, self.hidden)}
 
     @property
     def default_targets(self) -> tuple[str, ...]:
-        return ATTENTION
+        return tuple(dict.fromkeys(target.rpartition(".")[2] for target in self.linear_shapes))
 
     @property
     def expert_list(self) -> tuple[Linear, ...]:
@@ -598,14 +628,14 @@ class MoeDims(ModelDims):
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
-        return self.linear_shapes.get(target) or refuse_adapter(self.family, target)
+        return self.linear_shapes.get(target) or self.refuse_adapter(target)
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
         targets = tuple(getattr(config, "target_modules", ()))
         if targets and targets != tuple(type(config).model_fields["target_modules"].default):
             for target in set(targets) & set(GATED_MLP):
-                refuse_adapter(self.family, target)
+                self.refuse_adapter(target)
         return super().resolve_targets(config)
 
     @property
@@ -618,18 +648,17 @@ class MoeDims(ModelDims):
 
     @property
     def block_parameters(self) -> int:
-        kinds = []
-        if len(self.dense_layers) < self.layers:
-            kinds.append(self._sparse_matrices(self.experts))
-        if self.dense_layers:
-            kinds.append(self._mlp(self.dense_intermediate))
-        return super().block_parameters + max(kinds)
+        traits = self.traits
+        kinds = {(traits.mixer(i), i in self.dense_layers): i for i in range(self.layers)}
+        return max(
+            self._block_parameters(i)
+            + (self._mlp(self.dense_intermediate) if dense else self._sparse_matrices(self.experts))
+            for (_, dense), i in kinds.items()
+        )
 
     @property
     def parameters(self) -> int:
-        attention = super().block_parameters
-        embeddings = self.vocab * self.hidden * (2 - self.tied)
-        return embeddings + self.layers * attention + self._mlps(self.experts) + self.hidden
+        return super().parameters + self._mlps(self.experts)
 
     def _mlps(self, experts: int) -> int:
         """Count the MLPs of all blocks, a sparse one with `experts` of its experts."""
@@ -650,13 +679,12 @@ class MoeDims(ModelDims):
             + gates
         )
 
-
-def refuse_adapter(family: str, target: str) -> NoReturn:
-    """Refuse a pair next to a linear layer that a mixture of experts does not have."""
-    raise ModelError(
-        f"in a {family} model {target} takes no adapter: the experts of a layer are one tensor",
-        expected=f"targets among {', '.join((*ATTENTION, *EXPERTS))}",
-        received=target,
-        hint="a method that trains all parameters trains the experts themselves",
-        needs=Need.TRAINS_ALL,
-    )
+    def refuse_adapter(self, target: str) -> NoReturn:
+        """Refuse a pair next to a linear layer that takes none."""
+        raise ModelError(
+            f"in a {self.family} model {target} takes no adapter: the experts of a layer are one tensor",
+            expected=f"targets among {', '.join((*self.linear_shapes, *EXPERTS))}",
+            received=target,
+            hint="a method that trains all parameters trains the experts themselves",
+            needs=Need.TRAINS_ALL,
+        )

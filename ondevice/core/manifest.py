@@ -213,7 +213,9 @@ class ProgramSpec(StrictConfig):
 
     def layers_of(self, method: str) -> list[int]:
         """List the layers whose block has a method of that name."""
-        if method.startswith((LAYER_INPUT, EXPERT)):
+        if method.startswith(EXPERT):
+            return self.expert_layers
+        if method.startswith(LAYER_INPUT):
             return list(range(self.layers))
         kind = kind_of(method)
         return [i for i in range(self.layers) if not self.kinds or self.kinds[i] == kind]
@@ -224,6 +226,15 @@ class ProgramSpec(StrictConfig):
         ports = (port for method in self.methods.values() for port in method.inputs)
         routing = (port.shape[1] for port in ports if port.role == "routing_gradient")
         return next(routing, 0)
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Layers whose blocks route their tokens to experts."""
+        layers: set[int] = set()
+        for name, method in self.methods.items():
+            if any(port.role == "routing_gradient" for port in method.inputs):
+                layers.update(self.layers_of(name))
+        return sorted(layers)
 
     @property
     def adapter(self) -> StateTensor | None:

@@ -21,7 +21,15 @@ COMMAND_NAME = "serve.sh"
 
 
 def check(request: Request) -> None:
-    """Refuse GPT-2, whose layers vLLM gives no adapter, with ModelError."""
+    """Refuse GPT-2, whose layers vLLM gives no adapter, with ModelError, and a model without files
+    with ConfigError."""
+    if (request.model or "").startswith(sources.TINY_PREFIX):
+        raise ConfigError(
+            f"{request.model} has no files that vLLM could load",
+            expected="a model with files",
+            received=request.model,
+            hint="--to safetensors writes base and adapter as one model",
+        )
     linear = request.adapter.linears[0]
     if linear.startswith(GPT2_BLOCKS):
         raise ModelError("vLLM takes no LoRA adapter of a GPT-2 model", received=linear)
@@ -56,19 +64,10 @@ def _served(request: Request) -> str:
     """Return what vLLM loads as the base model: a hub id as it is, else the folder of safetensors
     files."""
     model = request.model or ""
-    if sources.find_cached(model) is None and not model.startswith(
-        (sources.TINY_PREFIX, sources.PACKAGE_PREFIX)
-    ):
+    if sources.find_cached(model) is None and not model.startswith(sources.PACKAGE_PREFIX):
         return model  # a hub id: vLLM fetches it itself
-    path = None
-    if not model.startswith(sources.TINY_PREFIX):
-        path = sources.resolve(model, request.revision).path
-    if path is None:
-        raise ConfigError(
-            f"{model} has no files that vLLM could load",
-            expected="a model with files",
-            received=model,
-        )
+    path = sources.resolve(model, request.revision).path
+    assert path is not None  # noqa: S101 - `check` has refused a model without files
     return str(path.resolve())
 
 

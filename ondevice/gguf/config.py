@@ -35,8 +35,8 @@ TOKEN_IDS = {
     "pad_token_id": "padding_token_id",
 }
 ARCHITECTURES = (
-    "gemma3", "gemma4", "granite", "lfm2", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35",
-    "qwen3moe", "smollm3",
+    "gemma3", "gemma4", "granite", "granitemoe", "lfm2", "lfm2moe", "llama", "olmo2", "phi3", "qwen2", "qwen2moe",
+    "qwen3", "qwen35", "qwen3moe", "smollm3",
 )  # fmt: skip
 """Those whose block the keys here describe in full. An adapter needs only names, and goes with
 every one."""

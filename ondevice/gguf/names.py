@@ -83,6 +83,8 @@ def gguf_parts(
     for part in parts:
         if ".experts." in part and not part.endswith(".weight"):
             found[part] += ".weight"
+        if part.endswith(".expert_bias"):
+            found[part] += ".bias"
     return {name: tuple(found[part] for part in names) for name, names in halves.items()}
 
 

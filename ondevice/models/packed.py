@@ -61,7 +61,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
     for name, linear in packed.items():
         for key, value in linear.matrix.tensors().items():
             tensors[_file_name(name, key)] = value.contiguous()
-    for name, value in model.named_parameters():
+    for name, value in _stored(model):
         if name.removesuffix(".weight") not in packed and not (
             loaded.dims.tied and name == "lm_head.weight"
         ):
@@ -102,12 +102,17 @@ def load_packed(
         )
     kind = _kind(config.pop("quantization_config", None), folder)
     empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
+    biases = {name for name, _ in _stored(empty.model)} - dict(
+        empty.model.named_parameters()
+    ).keys()
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
-                if is_expert_parameter(name):
-                    _put_experts(empty, name, file.get_tensor(name).to(getattr(torch, dtype)))
+                if is_expert_parameter(name) or name in biases:
+                    value = file.get_tensor(name)
+                    kept = value if name in biases else value.to(getattr(torch, dtype))
+                    _put_whole(empty, name, kept)
                     continue
                 groups.setdefault(_owner(name), []).append(name)
             # Module by module: no second copy of the weights is ever in memory.
@@ -118,7 +123,7 @@ def load_packed(
         raise ArtifactError(
             f"{folder / FILE_NAME} cannot be read", received=str(error), hint="copy it again"
         ) from None
-    if absent := [name for name, value in empty.model.named_parameters() if value.is_meta]:
+    if absent := [name for name, value in _stored(empty.model) if value.is_meta]:
         raise ArtifactError(
             f"{folder}: the weights lack a tensor",
             received=f"{absent[0]} and {len(absent) - 1} more",
@@ -146,9 +151,9 @@ def empty_model(
                 wanted, dtype=dtype, attn_implementation="sdpa"
             )
     body: Any = model.model
-    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(
-        device
-    )  # its frequencies are in no file
+    rotary = type(getattr(body, family.rotary))
+    # Its frequencies are in no file.
+    setattr(body, family.rotary, rotary(config=model.config).to(device))
     return family(model)
 
 
@@ -194,22 +199,33 @@ def _put(
         )
 
 
-def _put_experts(model: Family, name: str, stored: torch.Tensor) -> None:
-    """Put the matrices of a layer's experts, which are a parameter without a module of its own, in
-    their place."""
-    from torch.nn import Parameter
+def _stored(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters, and the buffers that are in files (`RoutingTraits.bias`)."""
+    files = model.state_dict().keys()
+    buffers = [(name, value) for name, value in model.named_buffers() if name in files]
+    return [*model.named_parameters(), *buffers]
+
+
+def _put_whole(model: Family, name: str, stored: torch.Tensor) -> None:
+    """Put the matrices of a layer's experts, or the bias of their choice, which have no module of
+    their own, in their place."""
+    from torch.nn import Buffer, Parameter
 
     owner, _, leaf = name.rpartition(".")
     try:
         holder = model.model.get_submodule(owner)
-        shape = tuple(getattr(holder, leaf).shape)
+        place = getattr(holder, leaf)
+        shape = tuple(place.shape)
     except AttributeError:
         raise ArtifactError("a tensor belongs to no part of the model", received=name) from None
     if tuple(stored.shape) != shape:
         raise ArtifactError(
             f"{name} has another shape", expected=list(shape), received=list(stored.shape)
         )
-    setattr(holder, leaf, Parameter(stored, requires_grad=False))
+    is_parameter = isinstance(place, Parameter)
+    setattr(
+        holder, leaf, Parameter(stored, requires_grad=False) if is_parameter else Buffer(stored)
+    )
 
 
 def _kind(quantization: Any, folder: Path) -> str:

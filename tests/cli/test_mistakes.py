@@ -42,7 +42,7 @@ MISTAKES = {
     "a device": (["--set", "model.device=tpu"], CONFIG, "'auto', 'cpu' or 'cuda'"),
     "a data file that is not there": (["--data", "/no/rows.jsonl"], DATA, "/no/rows.jsonl"),
     "a model that is not there": (["--model", "/no/model"], MODEL, "/no/model"),
-    "a tiny model that is none": (["--model", "tiny:gpt"], MODEL, "tiny:gpt2, tiny:granite, tiny:lfm2"),
+    "a tiny model that is none": (["--model", "tiny:gpt"], MODEL, "tiny:gpt2, tiny:granite, tiny:granitemoe"),
     "an adapter that is not there": (["--adapter", "/no/adapter"], ARTIFACT, "/no/adapter"),
     "a run file that is not there": (["--config", "/no/run.yaml"], CONFIG, "/no/run.yaml"),
 }  # fmt: skip

@@ -122,6 +122,13 @@ EAGER = (
         "slideformer",
         "torch-cpu",
         "float32 and bfloat16 with float32 masters",
+        family="lfm2_moe",
+        adapter_error=1e-3,
+    ),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
         family="qwen3_5_text",
         adapter_error=1e-3,
     ),
@@ -132,6 +139,7 @@ EAGER = (
         **GEMMA4_ADAM,
     ),
     Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, family="granitemoe", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, family="lfm2", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, family="qwen3_5_text", adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, **GEMMA4_ADAM),
@@ -150,7 +158,9 @@ EAGER = (
         Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
         for family in (
             "granite",
+            "granitemoe",
             "lfm2",
+            "lfm2_moe",
             "olmo2",
             "phi3",
             "qwen2_moe",
@@ -160,6 +170,7 @@ EAGER = (
             "smollm3",
         )
     ),
+    Row("lora", "torch-cpu", family="lfm2_moe", adapter_error=2e-4),
     Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
     Row(
         "mesp",
@@ -280,8 +291,11 @@ PROGRAMS = (
         loss_error=2e-5,
         adapter_error=3e-5,
     ),
+    Row("mesp", "android-cpu", EXACT, program="blocks of gemma4_text", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of granitemoe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
+    Row("mesp", "android-cpu", EXACT, program="blocks of lfm2_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen2_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_moe", adapter_error=2e-4),
     Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_5_text", adapter_error=2e-4),
@@ -305,6 +319,20 @@ PROGRAMS = (
         "android-cpu",
         ROUNDED.format("4-bit", "q4"),
         program="blocks of lfm2, q4",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("8-bit", "int8"),
+        program="blocks of granitemoe, int8",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
+        ROUNDED.format("4-bit", "q4"),
+        program="blocks of lfm2_moe, q4",
         adapter_error=2e-4,
     ),
     Row(

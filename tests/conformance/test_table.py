@@ -184,7 +184,7 @@ def round_to_file(plain: Any, session: Any) -> None:
 
 def in_file(plain: Any, session: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and weights of what the file has rounded; it has each layer's part of Gemma 4's
-    embeddings for layers by itself."""
+    embeddings for layers by itself, and each expert of a mixture."""
     for name, parameter in plain.model.named_parameters():
         if f"{name}_scale" in session.weights:
             yield name, parameter
@@ -192,6 +192,11 @@ def in_file(plain: Any, session: Any) -> Iterator[tuple[str, torch.Tensor]]:
             axis = 1 if "embed_tokens" in name else 0
             for layer, part in enumerate(parameter.chunk(session.spec.layers, axis)):
                 yield f"{name}.{layer}", part
+        if ".experts." in name:
+            for expert, part in enumerate(parameter):
+                own = name.replace(".experts.", f".experts.{expert}.")
+                if f"{own}_scale" in session.weights:
+                    yield own, part
 
 
 def reference(row: Row, session: Any) -> Plain:

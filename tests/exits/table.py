@@ -27,7 +27,8 @@ WITHOUT = {("executorch", "lfm2"), ("executorch", "qwen2_moe"), ("mlx-model", "q
 """What is refused: a program has one way through, and experts are packed in another way."""
 CELLS = [(form, family) for form in READERS for family in FAMILIES if (form, family) not in WITHOUT]
 MORE = (
-    "gemma3_text", "gemma4_text", "granite", "olmo2", "phi3", "qwen3_5_text", "qwen3_moe", "smollm3",
+    "gemma3_text", "gemma4_text", "granite", "granitemoe", "lfm2_moe", "olmo2", "phi3", "qwen3_5_text", "qwen3_moe",
+    "smollm3",
 )  # fmt: skip
 """The other families that have a GGUF form: `tests/exits/test_families.py` reads `OF_MORE` of them back."""
 OF_MORE = ("gguf", "gguf-lora")

@@ -43,7 +43,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size_per_layer_input": 0,
     }),
     "granite": ("granite", {"tied": False}),
+    "granitemoe": ("granitemoe", {"tied": False, "attention_bias": False}),
     "lfm2": ("lfm2", {"layers": 3, "conv_L_cache": 4}),
+    "lfm2_moe": ("lfm2_moe", {"layers": 4, "num_dense_layers": 2}),
     "llama, 3.2's rotary embedding": ("llama", {"rope_parameters": LLAMA3}),
     "olmo2": ("olmo2", {"tied": False}),
     "phi3": ("phi3", {"tied": False}),
@@ -148,6 +150,7 @@ UNKNOWN = {
     "smollm3": ({}, "each fourth"),
     "gemma3_text": ({"query_pre_attn_scalar": 20}, "size of a head"),
     "olmo2": ({}, "output head of its own"),
+    "lfm2_moe": ({"routed_scaling_factor": 2.0}, "normalises the weights"),
     "qwen3_moe": ({"norm_topk_prob": False}, "normalises the weights"),
     "qwen2_moe": ({"layers": 2, "mlp_only_layers": [1]}, "experts in every layer"),
 }

@@ -21,7 +21,7 @@ from ondevice.core.errors import (
 )
 from ondevice.exits import check, convert, form_names, gguf_lora
 from ondevice.gguf import names
-from ondevice.models import load_model, save_tiny
+from ondevice.models import load_model, save_tiny, tiny_model
 from tests.cli.command import CommandLine
 from tests.exits.conftest import random_adapter, zero_adapter
 
@@ -107,6 +107,18 @@ def test_a_rank_beyond_the_readers_limit(cases, tmp_path: Path) -> None:
         tmp_path / "wide",
     )
     refused(ConfigError, "vLLM does not take", tmp_path / "wide", "vllm", folder=tmp_path / "f")
+
+
+def test_a_tiny_model_has_no_files_for_vllm(tmp_path: Path) -> None:
+    """A dry run refuses it, too; its name is no path that is missing."""
+    save_adapter(random_adapter(tiny_model("llama")), tmp_path / "a")
+    words = "tiny:llama has no files that vLLM could load"
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError, match=words[:30]) as caught:
+            convert(tmp_path / "a", "vllm", tmp_path / "f", model="tiny:llama", dry_run=dry_run)
+        assert caught.value.message == words
+        assert "--to safetensors" in str(caught.value.hint)
+    assert not (tmp_path / "f").exists()
 
 
 def test_a_family_without_gguf_form(cases, tmp_path: Path, monkeypatch) -> None:

@@ -35,6 +35,9 @@ CASES = [
     ("mesp", "gemma3_text", {}),  # windows of 12 tokens, two rotary bases
     ("mesp", "lfm2", {}),  # convolutions that end where a row begins
     ("lora", "lfm2", {}),
+    ("mesp", "lfm2_moe", {}),
+    ("lora", "lfm2_moe", {}),
+    ("mesp", "granitemoe", {}),
     ("mesp", "qwen3_5_text", {}),  # a delta rule's state begins again where a row begins
     ("lora", "qwen3_5_text", {}),
     ("mesp", "gemma4_text", {}),  # keys and values that later layers read

@@ -37,6 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1},
     "mistral": {"sliding_window": 64},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},

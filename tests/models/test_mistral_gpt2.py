@@ -179,4 +179,4 @@ def test_gguf_files_of_these_are_refused_by_name(architecture: str) -> None:
     with pytest.raises(ModelError) as caught:
         family_for_gguf(architecture, "x.gguf")
     assert caught.value.received == architecture
-    assert caught.value.expected.startswith("gemma3, gemma4, granite, lfm2, llama, olmo2")
+    assert caught.value.expected.startswith("gemma3, gemma4, granite, granitemoe, lfm2, lfm2moe")

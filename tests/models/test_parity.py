@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
 from ondevice.models import LoadedModel, family_classes, load_model, save_tiny, tiny_model
+from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.lora import LoRALinear
 
 SIZES = {
@@ -38,6 +40,7 @@ TRAINED = 16
 """Tokens; what is longer takes the other factors. transformers reads it beside the scaling, not in it."""
 ADAPTED = [family for family in family_classes() if family != "gpt2"]
 """Families whose linear layers carry adapters."""
+DENSE = [family for family in ADAPTED if not issubclass(family_classes()[family], MoeFamily)]
 
 
 def own_logits(
@@ -60,6 +63,7 @@ def random_ids(loaded: LoadedModel, rows: int = 2, length: int = 19) -> torch.Te
 @torch.no_grad()
 def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -> None:
     """Against a second instance with eager attention, so that neither the weights nor sdpa are shared."""
+    sizes = deepcopy(sizes)  # a configuration of transformers writes into it
     if family == "gpt2" and "rope_parameters" in sizes:
         pytest.skip("gpt2 has no rotary embedding")
     if family == "phi3" and "rope_parameters" in sizes:
@@ -119,6 +123,9 @@ def test_explicit_causal_mask_is_the_default(family: str) -> None:
             },
         ),
         ("qwen3_moe", {"tied": False, "layers": 3, "mlp_only_layers": [1], "num_experts": 5}),
+        ("granitemoe", {"tied": False, "attention_bias": True, "num_local_experts": 5}),
+        ("lfm2_moe", {"tied": False, "layers": 4, "num_dense_layers": 2, "conv_L_cache": 4}),
+        ("lfm2_moe", {"num_dense_layers": 0, "use_expert_bias": False}),
         ("lfm2", {"tied": False, "layers": 3, "conv_L_cache": 4}),
         ("lfm2", {"layer_types": ["full_attention"] * 2}),
         ("gemma4_text", {"tied": False, "layers": 5, "attention_bias": True}),
@@ -167,7 +174,7 @@ def test_unknown_targets_are_errors() -> None:
         assert "q_proj" in caught.value.expected
 
 
-@pytest.mark.parametrize("family", [family for family in ADAPTED if not family.endswith("_moe")])
+@pytest.mark.parametrize("family", DENSE)
 @torch.no_grad()
 def test_set_linear_changes_the_model_itself(family: str) -> None:
     loaded = tiny_model(family)
@@ -182,7 +189,7 @@ def test_set_linear_changes_the_model_itself(family: str) -> None:
     torch.testing.assert_close(own_logits(loaded, ids), after, atol=1e-5, rtol=1e-4)
 
 
-ALONE = [one for one in ADAPTED if not one.endswith("_moe") and one != "gemma4_text"]
+ALONE = [one for one in DENSE if one != "gemma4_text"]
 """Families in which a block reads only its input."""
 
 
@@ -214,13 +221,14 @@ def test_bfloat16_is_close(family: str) -> None:
     ids = random_ids(exact)
     logits = own_logits(half, ids)
     assert logits.dtype == torch.bfloat16
-    difference = (logits.float() - own_logits(exact, ids)).abs().max()
-    assert (
-        0 < difference < (0.5 if family in ("qwen2_moe", "gemma3_text", "qwen3_5_text") else 0.15)
-    )  # a token may go to another expert
+    difference = (logits.float() - own_logits(exact, ids)).abs().amax(-1).flatten()
+    if family in ("granitemoe", "lfm2_moe"):  # a token may go to another expert
+        difference = difference.sort()[0][: 3 * len(difference) // 4]
+    rough = family in ("qwen2_moe", "gemma3_text", "qwen3_5_text")
+    assert 0 < difference.max() < (0.5 if rough else 0.15)
     if family != "gpt2":
         tables = {
-            name: x for name, x in half.model.model.rotary_emb.named_buffers() if "inv_freq" in name
+            name: x for name, x in half.family.rotary_module.named_buffers() if "inv_freq" in name
         }
         assert tables and {x.dtype for x in tables.values()} == {torch.float32}
 

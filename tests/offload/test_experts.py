@@ -24,7 +24,7 @@ from ondevice.offload.experts import open_window
 from tests.offload.test_whole import decoder
 
 EXPERTS, CHOSEN, LAYERS, STEPS, RATE = 16, 2, 3, 4, 1e-2
-KNOWN = ("qwen2_moe", "qwen3_moe")
+KNOWN = ("granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe")
 KINDS = (*KNOWN, "mixtral", "gpt_oss")
 SLIDES = {"window": 2, "resident_layers": 0, "resident_tables": False}
 """Of three layers, the first comes again for the backward pass."""
@@ -33,7 +33,10 @@ SLIDES = {"window": 2, "resident_layers": 0, "resident_tables": False}
 def family_of(kind: str) -> Any:
     """A mixture of 16 experts of which a token takes 2."""
     if kind in KNOWN:
-        sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+        field = "num_local_experts" if kind == "granitemoe" else "num_experts"
+        sizes = {field: EXPERTS, "num_experts_per_tok": CHOSEN}
+        if kind == "lfm2_moe":
+            sizes["num_dense_layers"] = 0
         return tiny_model(kind, layers=LAYERS, hidden=32, tied=False, **sizes).family
     more = {"num_local_experts": EXPERTS, "num_hidden_layers": LAYERS}
     if kind == "gpt_oss":
@@ -72,13 +75,18 @@ def train(family: Any, **settings: Any) -> tuple[list[float], dict[str, torch.Te
     return losses, arrays, moved[1:]
 
 
+def experts_of(layer: Any) -> Any:
+    """The module of a layer's experts."""
+    return next(one for name, one in layer.named_modules() if name.endswith(".experts"))
+
+
 def routed(model: Any, ids: np.ndarray) -> list[set[int]]:
     """The experts that each layer's tokens are sent to, by transformers' own forward pass."""
     found: list[set[int]] = [set() for _ in range(LAYERS)]
     hooks = []
     for i in range(LAYERS):
         hooks.append(
-            model.model.layers[i].mlp.experts.register_forward_pre_hook(
+            experts_of(model.model.layers[i]).register_forward_pre_hook(
                 lambda _, given, i=i: found[i].update(given[1].flatten().tolist())
             )
         )
@@ -94,7 +102,7 @@ def test_streamed_experts_train_to_the_bits_of_whole_layers_with_fewer_bytes(kin
     """And the bytes are fewer by those of the experts that transformers' router does not choose."""
     family = family_of(kind)
     used = routed(family.model, batches()[0][0])
-    held = family.model.model.layers[0].mlp.experts.parameters(recurse=False)
+    held = experts_of(family.model.model.layers[-1]).parameters(recurse=False)
     each = sum(p.numel() // EXPERTS for p in held) * 4
     expected, arrays, whole = train(family, experts="all")
     losses, streamed, parts = train(family_of(kind), experts="used")

@@ -110,8 +110,11 @@ def test_every_method_computes_a_prompt_once_with_what_it_trained(method: str) -
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3_text", "gemma4_text", "lfm2", "phi3", "qwen3_5_text", "qwen3_moe"]
-)
+    "family",
+    [
+        "gemma3_text", "gemma4_text", "granitemoe", "lfm2", "lfm2_moe", "phi3", "qwen3_5_text", "qwen3_moe",
+    ],
+)  # fmt: skip
 def test_mesp_branches_through_windows_and_convolutions_too(family: str) -> None:
     evaluated(f"tiny:{family}", "mesp", steps=1)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.lsp.config import FOLDED
-from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides
+from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides, wire
 from ondevice.methods.step_model import (
     head_flops,
     mlp_again_flops,
@@ -49,14 +49,9 @@ def memory(
     layer = dims.block_parameters
     table = dims.vocab * dims.hidden
     tile = -(-dims.vocab // config.loss_tiles)
-    matrices = sum(
-        shape.each * shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
-    )  # of one layer
-    inner = sum(shape.each * shape.numel for shape in shapes if shape.kind == "layer")
     experts = sum(shape.each * shape.rows * shape.columns for shape in shapes if shape.each > 1)
     tables = [shape for shape in shapes if shape.kind != "layer"]
-    wire = layer - matrices + inner
-    widest = max([wire, *(shape.numel for shape in tables)])
+    widest = max([wire(dims, config), *(shape.numel for shape in tables)])
     wires = narrow(dims, config) + exact(dims, config)
     if not tables:  # they slide, a tile of the head and the batch's rows at a time
         wires -= (2 - dims.tied) * table
@@ -108,21 +103,17 @@ def host_memory(
     shapes = projected(dims, config)
     tables = [shape for shape in shapes if shape.kind != "layer"]
     layers = dims.layers + len(tables)
+    each = wire(dims, config)
     if config.updates_last:
         waiting = layers
     else:
         waiting = min(config.gradient_buffers, layers)
-    wire = dims.block_parameters + sum(
-        shape.each * (shape.numel - shape.rows * shape.columns)
-        for shape in shapes
-        if shape.kind == "layer"
-    )
-    widest = max([wire, *(shape.numel for shape in tables)])
+    widest = max([each, *(shape.numel for shape in tables)])
     own = (2 - dims.tied) * dims.vocab * dims.hidden * (not tables)
     every = narrow(dims, config) + exact(dims, config)
     moments = MOMENT_BYTES[config.moments]
-    cold = config.disk_masters * config.disk_fraction * dims.layers * wire
-    staging = 3 * (moments * max(widest, own) + config.disk_masters * (4 + item) * wire)
+    cold = config.disk_masters * config.disk_fraction * dims.layers * each
+    staging = 3 * (moments * max(widest, own) + config.disk_masters * (4 + item) * each)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
         "masters and moments": int(every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold),

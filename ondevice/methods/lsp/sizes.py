@@ -119,6 +119,18 @@ def narrow(dims: ModelDims, config: LspConfig) -> int:
     return sum(shape.count * shape.numel for shape in projected(dims, config))
 
 
+def wire(dims: ModelDims, config: LspConfig) -> int:
+    """Return numbers of a layer that cross the bus in each direction; the mean if layers differ."""
+    outside = dims.vocab * dims.hidden * (2 - dims.tied) + dims.layer_inputs + dims.hidden
+    saved = sum(
+        shape.count * (shape.rows * shape.columns - shape.numel)
+        for shape in projected(dims, config)
+        if shape.kind == "layer"
+    )
+    blocks = min(dims.layers * dims.block_parameters, dims.parameters - outside)
+    return (blocks - saved) // dims.layers
+
+
 def exact(dims: ModelDims, config: LspConfig) -> int:
     """Return parameters that are trained as they are."""
     return dims.parameters - sum(

@@ -3,7 +3,8 @@ weights, adapter."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 IN_BLOCK = "model.layers.{layer}"
 EMBEDDING = "model.embed_tokens.weight"
-ROUTER = f"{IN_BLOCK}.mlp.gate.weight"
-SHARED_GATE = f"{IN_BLOCK}.mlp.shared_expert_gate.weight"
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
 TABLE_FORMS: dict[str, TableForm] = {
@@ -93,8 +92,9 @@ class BlockFunctions:
         self.norm = frozen_port(f"{loaded.family.last_norm}.weight", (self.dims.hidden,))
         self.table = self.table_form.ports(EMBEDDING, (self.dims.vocab, self.dims.hidden))
         self.layer_input = self._layer_input_ports()
+        self.mlp = f"{IN_BLOCK}.{loaded.dims.traits.path('mlp')}"
         self.expert_names = tuple(
-            f"{IN_BLOCK}.mlp.{target.replace('.', '.{expert}.')}" for target in EXPERTS
+            f"{self.mlp}.{target.replace('.', '.{expert}.')}" for target in EXPERTS
         )
         self.expert = self._expert_ports()
 
@@ -118,12 +118,13 @@ class BlockFunctions:
             f"{linear_name(self.loaded, target)}.weight" for target in self.dims.linear_shapes
         }
         matrices |= self._shared_shapes.keys()
+        matrices |= {self._dense_name(part) for part in GATED_MLP}
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
             for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen(layer)):
                 form = self.linear_form if name in matrices else None
                 tensors |= self._packed(name.format(layer=layer), form)
-            if self.expert:
+            if self.routes(layer):
                 tensors |= self._experts(layer)
         if self.layer_input:
             tensors |= self._layer_inputs()
@@ -154,7 +155,7 @@ class BlockFunctions:
     def _experts(self, layer: int) -> dict[str, np.ndarray]:
         """A layer's experts one after the other, so that what one of them is read for is together
         in the file."""
-        names = (f"model.layers.{layer}.mlp.{target}" for target in EXPERTS)
+        names = (f"{self.mlp.format(layer=layer)}.{target}" for target in EXPERTS)
         wholes = [self.loaded.model.get_parameter(name).detach() for name in names]
         tensors: dict[str, np.ndarray] = {}
         for expert in range(self.dims.experts):
@@ -174,31 +175,62 @@ class BlockFunctions:
         width = self.dims.shared_intermediate
         hidden = self.dims.hidden
         shapes = dict.fromkeys(GATED_MLP, (width, hidden)) | {"down_proj": (hidden, width)}
-        return {
-            f"{IN_BLOCK}.mlp.shared_expert.{part}.weight": shape for part, shape in shapes.items()
-        }
+        return {f"{self.mlp}.shared_expert.{part}.weight": shape for part, shape in shapes.items()}
 
-    def _mixture_ports(self) -> list[TensorPort]:
-        """What a block takes of its mixture: the router, and the expert for all with its gate."""
+    def routes(self, layer: int) -> bool:
+        """Return True if that layer's tokens choose experts."""
+        return isinstance(self.dims, MoeDims) and layer not in self.dims.dense_layers
+
+    def _dense_name(self, part: str) -> str:
+        family: Any = self.loaded.family
+        if not isinstance(self.dims, MoeDims):
+            return ""
+        return f"{IN_BLOCK}.{family.dense_path(part)}.weight"
+
+    def _dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the MLP of a block without experts among others, by part."""
+        if not isinstance(self.dims, MoeDims):
+            return {}
+        shapes = self.dims.dense_shapes(layer).items()
+        return {part: (outputs, inputs) for part, (inputs, outputs) in shapes}
+
+    @property
+    def _router(self) -> str:
+        return f"{IN_BLOCK}.{self.dims.traits.path('mlp.gate')}.weight"
+
+    def _mixture_ports(self, layer: int) -> list[TensorPort]:
+        """What a block of a mixture takes: the router with its bias, and the expert for all with
+        its gate; or the MLP of a block without experts."""
         if not isinstance(self.dims, MoeDims):
             return []
-        ports = [frozen_port(ROUTER, (self.dims.experts, self.dims.hidden))]
+        ports = []
+        for part, shape in self._dense_shapes(layer).items():
+            ports += self.linear_form.ports(self._dense_name(part), shape)
+        if ports:
+            return ports
+        ports = [frozen_port(self._router, (self.dims.experts, self.dims.hidden))]
+        if self.dims.routing.bias:
+            ports.append(frozen_port(f"{self.mlp}.expert_bias", (self.dims.experts,)))
         if self._shared_shapes:
-            ports.append(frozen_port(SHARED_GATE, (1, self.dims.hidden)))
+            gate = f"{self.mlp}.shared_expert_gate.weight"
+            ports.append(frozen_port(gate, (1, self.dims.hidden)))
         for name, shape in self._shared_shapes.items():
             ports += self.linear_form.ports(name, shape)
         return ports
 
-    def _routed(self, tensors: Mapping[str, Tensor]) -> Routed | None:
-        if not isinstance(self.dims, MoeDims):
+    def _routed(self, tensors: Mapping[str, Tensor], layer: int = 0) -> Routed | None:
+        if not isinstance(self.dims, MoeDims) or not self.routes(layer):
             return None
         shared = {
             name.split(".")[-2]: self.linear_form.matrix(name, tensors)
             for name in self._shared_shapes
         }
-        normalised = bool(self.loaded.model.config.norm_topk_prob)
-        gate = tensors.get(SHARED_GATE)
-        return Routed(tensors[ROUTER], self.dims.active_experts, normalised, shared, gate)
+        traits = self.dims.routing
+        traits = replace(traits, scale=traits.scale * self.dims.traits.residual_scale)
+        gate = tensors.get(f"{self.mlp}.shared_expert_gate.weight")
+        bias = tensors.get(f"{self.mlp}.expert_bias")
+        router = tensors[self._router]
+        return Routed(router, self.dims.active_experts, traits, shared, gate, bias)
 
     def _layer_inputs(self) -> dict[str, np.ndarray]:
         """Each layer's part of the tokens' embeddings, [vocab, W], and of what projects theirs, so
@@ -257,16 +289,17 @@ class BlockFunctions:
     def kinds(self, longest_tokens: int) -> tuple[int, ...]:
         """Return the kind of each layer's block, from 0 in the order of the layers: they differ by
         what mixes tokens, by window, by whether q and k are rotated, and by what table; by sizes,
-        and by whose keys and values they read. A window that a row of `longest_tokens` fits in does
-        not count.
+        by whose keys and values they read, and by whether tokens choose experts. A window that a
+        row of `longest_tokens` fits in does not count.
         """
         traits = self.dims.traits
         family = self.loaded.family
         kinds = {}
         tables = family.positions(1, "cpu", torch.float32)
         for layer in range(self.dims.layers):
+            routes = self.routes(layer)
             if not traits.attends(layer):
-                kinds[layer] = traits.mixer(layer)
+                kinds[layer] = (traits.mixer(layer), routes)
                 continue
             window = traits.window(layer)
             table = id(family.layer_position(layer, tables)[0]) if traits.rotated(layer) else None
@@ -274,7 +307,7 @@ class BlockFunctions:
             keys = None
             if traits.lends_keys(layer) or not traits.has_keys(layer):
                 keys = (traits.key_layer(layer), traits.has_keys(layer))
-            own = (*sizes, self.dims.mlp_width(layer), traits.has_values(layer), keys)
+            own = (*sizes, self.dims.mlp_width(layer), traits.has_values(layer), keys, routes)
             kinds[layer] = (table, window if window < longest_tokens else 0, *own)
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         return tuple(numbers[kind] for kind in kinds.values())
@@ -303,6 +336,8 @@ class BlockFunctions:
             pair = entries[one.target].pair(adapter) if one.target in entries else (None, None)
             matrix = self.linear_form.matrix(f"{name}.weight", tensors)
             linears[part] = Linear(matrix, tensors.get(f"{name}.bias"), *pair, self.config.scale)
+        for part in self._dense_shapes(layer):
+            linears[part] = Linear(self.linear_form.matrix(self._dense_name(part), tensors))
         norms = {
             place: tensors[f"{IN_BLOCK}.{module}.weight"]
             for place, module in traits.norms_of(layer)
@@ -312,7 +347,7 @@ class BlockFunctions:
             part: tensors[f"{IN_BLOCK}.{name}"]
             for part, (name, _) in self.dims.mixer_tensors(layer).items()
         }
-        return Block(norms, linears, layer, mixer=mixer, routed=self._routed(tensors))
+        return Block(norms, linears, layer, mixer=mixer, routed=self._routed(tensors, layer))
 
     def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 0) -> Tensor:
         """Lay the gradients of A and B by part of the block into a layer's range, float32 [layer_size]."""
@@ -367,7 +402,7 @@ class BlockFunctions:
             ports += self.linear_form.ports(f"{name}.weight", (one.outputs, one.inputs))
             if dims.linear_bias(one.target):
                 ports.append(frozen_port(f"{name}.bias", (one.outputs,)))
-        return (*ports, *self._mixture_ports())
+        return (*ports, *self._mixture_ports(layer))
 
     def _constants(self) -> dict[str, tuple[int, int]]:
         shapes: dict[str, tuple[int, int]] = {}

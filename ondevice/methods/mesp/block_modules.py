@@ -142,7 +142,9 @@ class BlockBackward(OneBlock):
         gradients = {}
         count = 1 + len(functions.moments)
         fields, (*rest,) = self.read(tensors, True)
-        through_experts = (rest.pop(0), rest.pop(0)) if functions.expert else None
+        through_experts = None
+        if functions.routes(self.layer):
+            through_experts = (rest.pop(0), rest.pop(0))
         step, rate, *rest = rest
         vectors = tuple(rest[:count])
         block = replace(self.block(vectors[0], tuple(rest[count:])), **fields)

@@ -146,7 +146,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
                 )
             for end, layer in layers:
                 read, lent = shared_ports(dims, layer, rows, length, False)
-                lent += routing_ports(functions, rows * length)
+                lent += routing_ports(functions, rows * length, layer)
                 inputs = (hidden, *read, ranges[0], *functions.frozen(layer))
                 forward = BlockForward(functions, rows, length, layer)
                 modules.append(
@@ -159,7 +159,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         gradient = port("gradient", "gradient", hidden.shape)
         for end, layer in layers:
             read, sums = shared_ports(dims, layer, export.batch_size, length, True)
-            read += routing_gradients(functions, export.batch_size * length)
+            read += routing_gradients(functions, export.batch_size * length, layer)
             inputs = (hidden, gradient, *read, *scalars, *ranges, *functions.frozen(layer))
             backward = BlockBackward(functions, export.batch_size, length, layer)
             modules.append(

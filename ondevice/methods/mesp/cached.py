@@ -140,6 +140,6 @@ def cached_modules(
         )
         block = BlockCached(functions, tokens, context)
         inputs = (hidden, start, *cache, adapter, *functions.frozen())
-        outputs = (hidden, *cache_ports(dims, tokens), *routing_ports(functions, tokens))
+        outputs = (hidden, *cache_ports(dims, tokens), *routing_ports(functions, tokens, 0))
         modules.append(ProgramModule(f"block_{name}", block, inputs, outputs))
     return modules

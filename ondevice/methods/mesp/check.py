@@ -145,10 +145,17 @@ def check_mlx_experts(dims: ModelDims, config: MespConfig, model: str) -> None:
 
     Raises:
         ConfigError: an adapter on experts.
-        ModelError: blocks that have no experts among others.
+        ModelError: blocks that have no experts among others, or a router that is not Qwen's.
     """
     if not isinstance(dims, MoeDims):
         return
+    if dict(dims.traits.paths).get("mlp"):
+        raise ModelError(
+            f"mesp in MLX does not do the mixture of {dims.family}",
+            expected="a softmax over all experts, in a block like Qwen's",
+            received=dims.family,
+            hint="--backend torch",
+        )
     if any(linear.experts > 1 for linear in dims.adapted(config)):
         raise ConfigError(
             "mesp in MLX has no adapters on the matrices of experts",

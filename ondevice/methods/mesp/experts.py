@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ondevice.core.dims import MoeDims
 from ondevice.core.manifest import EXPERT, port
 from ondevice.core.program import ProgramModule
 from ondevice.methods.mesp.torch.kernels import GraphKernels
@@ -107,19 +106,19 @@ def expert_modules(functions: BlockFunctions, most_tokens: int) -> list[ProgramM
     return modules
 
 
-def routing_ports(functions: BlockFunctions, tokens: int) -> tuple[TensorPort, ...]:
+def routing_ports(functions: BlockFunctions, tokens: int, layer: int) -> tuple[TensorPort, ...]:
     """Describe what a block's forward pass gives its experts: the normed tokens, and each expert's
     weight of each; () if it has none."""
     dims = functions.dims
-    if not isinstance(dims, MoeDims):
+    if not functions.routes(layer):
         return ()
     normed = port("normed", "normed", (tokens, dims.hidden))
     return normed, port("routing", "routing", (tokens, dims.experts))
 
 
-def routing_gradients(functions: BlockFunctions, tokens: int) -> tuple[TensorPort, ...]:
+def routing_gradients(functions: BlockFunctions, tokens: int, layer: int) -> tuple[TensorPort, ...]:
     """Describe what the backward pass takes of them: the gradients of `routing_ports`."""
     return tuple(
         port(one.name, f"{one.role}_gradient", one.shape)
-        for one in routing_ports(functions, tokens)
+        for one in routing_ports(functions, tokens, layer)
     )

@@ -231,6 +231,8 @@ def stage_bytes(
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
     if isinstance(dims, MoeDims):
         inner = experts_numbers(dims, {linear.target for linear in pairs})
+        if dims.dense_layers:  # gate, up and the activated gate, and two of their gradients
+            inner = max(inner, 5 * dims.dense_intermediate)
     waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)
     if CONVOLUTION in traits.mixers:  # b, c, x and o
         waits = max(waits, tokens * 6 * dims.hidden)
@@ -335,6 +337,8 @@ def blocks_memory(
     vectors = 1 + MOMENTS[config.optimizer]
     tile = head_tile_rows(dims, config)
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
+    if isinstance(dims, MoeDims) and dims.dense_layers:
+        matrices.append(dims.hidden * dims.dense_intermediate)
     dense = 4 * max(matrices) * (quantize in ("int8", "q4"))
     head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden)
     if quantize != "none":
@@ -360,6 +364,8 @@ def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int,
     adapter's vectors and dense weights."""
     width = dims.hidden
     inner = dims.intermediate
+    if isinstance(dims, MoeDims) and dims.dense_layers:
+        inner = max(inner, dims.dense_intermediate)
     mask = length_tokens * length_tokens
     queries = dims.heads * dims.head_dim
     keys = dims.kv_heads * dims.head_dim

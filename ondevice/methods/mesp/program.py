@@ -84,10 +84,10 @@ def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -
             f"method.target_modules has {', '.join(on_experts)}: a block program has no adapters on "
             f"experts; expected {', '.join(dims.linear_shapes)}"
         )
-    if dims.dense_layers:
+    if dims.dense_layers and export.shared_context:
         problems.append(
-            f"{dims.family} has no experts in layers {', '.join(map(str, dims.dense_layers))}: a "
-            "block program needs them in every layer"
+            f"{dims.family} has no experts in layers {', '.join(map(str, dims.dense_layers))}: "
+            "export.context_tokens needs blocks of one kind"
         )
     if export.quantize == "8da8w":
         problems.append(

@@ -61,6 +61,7 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
         "settings": network.config.model_dump(mode="json"),
         "fraction_bits": network.fraction_bits,
         "norms": dict(traits.norms),
+        "mlp": traits.path("mlp"),
         "windows": list(traits.windows),
         "residual_scale": traits.residual_scale,
         "embedding_scale": traits.embedding_scale,

@@ -37,6 +37,7 @@ class RevffnConfig(PretrainedConfig):
         late: how much of its last change the newer stream of whole width is given at the end.
         stream_dtype: in which the streams are added up.
         norms: the module of each norm of a layer, by its place: before or after attention or MLP.
+        mlp: the module of a layer's MLP.
         windows: of each layer, how many tokens a query sees; 0 is all before it.
         residual_scale, embedding_scale, logit_scale: factors of a branch, of the embedding's rows
             and of the logits.
@@ -52,6 +53,7 @@ class RevffnConfig(PretrainedConfig):
         late: float = 0.0,
         stream_dtype: str = "float32",
         norms: dict[str, str] | None = None,
+        mlp: str = "mlp",
         windows: list[int] | None = None,
         residual_scale: float = 1.0,
         embedding_scale: float = 1.0,
@@ -64,6 +66,7 @@ class RevffnConfig(PretrainedConfig):
         self.late = late
         self.stream_dtype = stream_dtype
         self.norms = norms or dict(NORMS)
+        self.mlp = mlp
         self.windows = windows or []
         self.residual_scale = residual_scale
         self.embedding_scale = embedding_scale
@@ -213,7 +216,7 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         return linear(y, down)
 
     def _mlp(self, layer: Any, x: Tensor) -> Tensor:
-        y = layer.mlp(self._normed(layer, "before_mlp", x))
+        y = getattr(layer, self.config.mlp)(self._normed(layer, "before_mlp", x))
         # a mixture of experts gives its router's logits too
         if isinstance(y, tuple):
             y = y[0]

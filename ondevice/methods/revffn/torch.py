@@ -33,8 +33,6 @@ from ondevice.nn.memory import memory_errors
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
-ROUTER = ".mlp.gate."
-"""Part of the name of a router's weight (section 3.3: "MoE gating networks remain frozen")."""
 STEP_HINT = (
     "method.micro_batch_size: 1, a larger method.loss_tiles, method.optimizer: adafactor; `ondevice plan` lists what "
     "each part needs"
@@ -61,8 +59,10 @@ class RevffnSession(BranchedEvaluation, Session):
         self.parameters: dict[str, Tensor] = dict(self.adapters)
         if not config.stage1_only:
             named = loaded.model.named_parameters()
+            # Section 3.3: "MoE gating networks remain frozen".
+            router = f".{loaded.dims.traits.path('mlp.gate')}."
             self.parameters |= {
-                name: value for name, value in named if config.train_router or ROUTER not in name
+                name: value for name, value in named if config.train_router or router not in name
             }
         self.updates = Updates(config, self.parameters, seed)
         self.active: dict[str, Any] | None = None

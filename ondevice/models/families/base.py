@@ -210,9 +210,11 @@ class Family(GGUFFamily):
     """Of the layers' inputs (`BlockTraits.layer_input`): the tokens' embeddings for all layers, the
     projection of their embedding, and the factor of its norm."""
     last_norm: ClassVar[str] = "model.norm"
+    """The norm before the head, by its full name."""
+    rotary: ClassVar[str] = "rotary_emb"
+    """The module in `model.model` that gives cos and sin of positions."""
     stores_inputs_first: ClassVar[bool] = False
     """Its linear layers' weights are [inputs, outputs]."""
-    """The norm before the head, by its full name."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model  # transformers' parts are not typed per architecture
@@ -300,7 +302,12 @@ class Family(GGUFFamily):
         like = torch.empty(
             0, device=device, dtype=dtype
         )  # transformers takes device and dtype from a tensor
-        return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
+        return self.rotary_module(like, torch.arange(length, device=device)[None])
+
+    @property
+    def rotary_module(self) -> Any:
+        """transformers' module of `rotary`."""
+        return getattr(self.model.model, self.rotary)
 
     def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of block `i`, out of what `positions` gave."""

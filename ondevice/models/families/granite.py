@@ -16,6 +16,24 @@ if TYPE_CHECKING:
     from ondevice.gguf.metadata import Metadata
 
 
+def factors(config: dict[str, Any], paths: tuple[tuple[str, str], ...] = ()) -> BlockTraits:
+    """Read the factors; a field that is null or not there is 1."""
+
+    def factor(field: str) -> float:
+        value = config.get(field)
+        if value is None:
+            return 1.0
+        return float(value)
+
+    return BlockTraits(
+        paths=paths,
+        score_scale=factor("attention_multiplier"),
+        embedding_scale=factor("embedding_multiplier"),
+        residual_scale=factor("residual_multiplier"),
+        logit_scale=1.0 / factor("logits_scaling"),
+    )
+
+
 class Granite(TraitFamily):
     """`attention_bias` puts a bias on q, k, v and o together, `mlp_bias` on the MLP."""
 
@@ -24,18 +42,7 @@ class Granite(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        def factor(field: str) -> float:
-            value = config.get(field)
-            if value is None:
-                return 1.0
-            return float(value)
-
-        traits = BlockTraits(
-            score_scale=factor("attention_multiplier"),
-            embedding_scale=factor("embedding_multiplier"),
-            residual_scale=factor("residual_multiplier"),
-            logit_scale=1.0 / factor("logits_scaling"),
-        )
+        traits = factors(config)
         bias = bool(config.get("attention_bias"))
         mlp = bool(config.get("mlp_bias"))
         return decoder_dims(

@@ -46,31 +46,8 @@ class Lfm2(TraitFamily):
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
-        if config.get("conv_bias"):
-            raise UnknownTrait(
-                f"{where}: field 'conv_bias'", expected="false", received=config["conv_bias"]
-            )
-        mixers = _mixers(config, where)
-        traits = BlockTraits(
-            norms=tuple(NORMS.items()),
-            mixers=mixers,
-            taps=read_size(config, "conv_L_cache", where, 3) if mixers else 0,
-            paths=(*LINEARS.items(), ("taps", "conv.conv.weight")),
-        )
-        sizes = {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "rope_theta": 1e6,
-            **config,
-            "intermediate_size": _intermediate(config, where),
-            "rms_norm_eps": config.get("norm_eps", 1e-5),
-            "tie_word_embeddings": config.get(
-                "tie_embedding", config.get("tie_word_embeddings", True)
-            ),
-        }
-        return decoder_dims(
-            "lfm2", sizes, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits
-        )
+        config = {**config, "intermediate_size": _intermediate(config, where)}
+        return lfm2_dims("lfm2", config, where)
 
     def attention_branch(
         self, i: int, h: Tensor, position: Any, mask: Tensor | None = None
@@ -136,6 +113,35 @@ class Lfm2(TraitFamily):
         if name.endswith("conv.conv.weight"):
             return weights.reshape(len(weights), 1, -1)
         return weights
+
+
+def lfm2_dims(
+    family: str, config: dict[str, Any], where: str, paths: dict[str, str] = LINEARS
+) -> ModelDims:
+    """Read the dimensions of a decoder of attention and short convolutions; `paths` has its parts
+    (`BlockTraits.paths`)."""
+    if config.get("conv_bias"):
+        raise UnknownTrait(
+            f"{where}: field 'conv_bias'", expected="false", received=config["conv_bias"]
+        )
+    mixers = _mixers(config, where)
+    traits = BlockTraits(
+        norms=tuple(NORMS.items()),
+        mixers=mixers,
+        taps=read_size(config, "conv_L_cache", where, 3) if mixers else 0,
+        paths=(*paths.items(), ("taps", "conv.conv.weight")),
+    )
+    sizes = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 1e6,
+        **config,
+        "rms_norm_eps": config.get("norm_eps", 1e-5),
+        "tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings", True)),
+    }
+    return decoder_dims(
+        family, sizes, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits
+    )
 
 
 def _mixers(config: dict[str, Any], where: str) -> tuple[str, ...]:

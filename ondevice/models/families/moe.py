@@ -12,9 +12,10 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.core.dims import ATTENTION, EXPERTS, ModelDims, MoeDims, refuse_adapter
+from ondevice.core.dims import ATTENTION, EXPERTS, ModelDims, MoeDims, RoutingTraits
 from ondevice.core.errors import ModelError
 from ondevice.models.families.base import Family, UnknownTrait, read_size
+from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ondevice.nn.experts import ExpertLora
 
 
-class MoeFamily(Family):
+class MoeFamily(TraitFamily):
     """A block's MLP is a sum of experts, maybe one of them for all tokens; in `dense_layers` it is
     an ordinary one.
 
@@ -38,7 +39,7 @@ class MoeFamily(Family):
         **Family.linear_parents,
         **dict.fromkeys(EXPERTS, "mlp"),
     }
-    llama_cpp_normalises: ClassVar[bool]
+    llama_cpp_normalises: ClassVar[bool] = True
     """True if llama.cpp makes the weights of a token's experts add up to 1. GGUF files have no key
     for it."""
     dims: MoeDims
@@ -100,13 +101,17 @@ class MoeFamily(Family):
         assert isinstance(dims, MoeDims)  # noqa: S101 - this class builds them in `dims_from_config`
         shapes = super().weight_shapes(dims)
         for i in range(dims.layers):
-            mlp = f"model.layers.{i}.mlp"
+            block = f"model.layers.{i}"
+            mlp = f"{block}.{dims.traits.path('mlp')}"
             hidden = dims.hidden
             width = dims.expert_intermediate
+            for part, (inputs, outputs) in dims.dense_shapes(i).items():
+                shapes[f"{block}.{cls.dense_path(part)}.weight"] = (outputs, inputs)
             if i in dims.dense_layers:
-                shapes |= _mlp_shapes(mlp, hidden, dims.dense_intermediate)
                 continue
-            shapes[f"{mlp}.gate.weight"] = (dims.experts, hidden)
+            shapes[f"{block}.{dims.traits.path('mlp.gate')}.weight"] = (dims.experts, hidden)
+            if dims.routing.bias:
+                shapes[f"{mlp}.expert_bias"] = (dims.experts,)
             shapes[f"{mlp}.experts.gate_up_proj"] = (dims.experts, 2 * width, hidden)
             shapes[f"{mlp}.experts.down_proj"] = (dims.experts, hidden, width)
             if dims.shared_intermediate:
@@ -114,11 +119,32 @@ class MoeFamily(Family):
                 shapes[f"{mlp}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    @classmethod
+    def dense_path(cls, part: str) -> str:
+        """Return the module in a block without experts that is that part of its MLP."""
+        return f"mlp.{part}"
+
+    def block(
+        self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None
+    ) -> Tensor:
+        """Compute block `i`, as `Family.block` does."""
+        h = h + self.attention_branch(i, h, position, mask)
+        return h + self.mlp_branch(i, h)
+
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
         """Compute the sum of the experts of each token's norm, without the residual: [B, T,
         hidden]."""
-        layer: Any = self.layer(i)
-        return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
+        normed = self._normed(self.layer(i), "before_mlp", h)
+        return self._branch(self.mlp_of(i, normed.flatten(0, -2)).view(h.shape))
+
+    def route(self, mlp: Any, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts and their numbers, [N, active] each.
+
+        Args:
+            mlp: transformers' module of a block's mixture.
+        """
+        _, weights, experts = mlp.gate(x_ND)
+        return weights, experts
 
     def mlp_of(
         self, i: int, x_ND: Tensor, pairs: Mapping[str, ExpertLora] = MappingProxyType({})
@@ -135,11 +161,10 @@ class MoeFamily(Family):
 
         from ondevice.nn.experts import mixture, pairs_of
 
-        layer: Any = self.layer(i)
-        mlp = layer.mlp
+        mlp: Any = self.layer(i).get_submodule(self.dims.traits.path("mlp"))
         if i in self.dims.dense_layers:
             return mlp(x_ND)
-        _, weights_NK, experts_NK = mlp.gate(x_ND)
+        weights_NK, experts_NK = self.route(mlp, x_ND)
         if self.on_routing is not None:
             self.on_routing(i, experts_NK)
         experts, held = pairs_of(mlp.experts)
@@ -151,11 +176,9 @@ class MoeFamily(Family):
         return routed + sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)
 
     def _parent(self, target: str) -> str:
-        if target in EXPERTS:
-            return "mlp"
-        if target in self.linear_targets:
+        if target in (*EXPERTS, *self.linear_targets):
             return super()._parent(target)
-        return refuse_adapter(self.dims.family, target)
+        return self.dims.refuse_adapter(target)
 
 
 def moe_dims(
@@ -167,9 +190,10 @@ def moe_dims(
     active: int,
     expert: int,
     shared: int,
+    routing: RoutingTraits | None = None,
 ) -> MoeDims:
     """Add what a configuration says of experts to a decoder's dimensions; the numbers are
-    transformers' defaults.
+    transformers' defaults, and `routing` is a softmax's unless it is given.
 
     Raises:
         ModelError: a size is wrong, or no layer has experts.
@@ -196,6 +220,7 @@ def moe_dims(
         raise ModelError(
             f"{where}: no layer has experts", expected=f"model_type {kind} for an ordinary decoder"
         )
+    routing = routing or RoutingTraits(normalised=bool(config.get("norm_topk_prob")))
     values = {field.name: getattr(base, field.name) for field in fields(ModelDims)}
     # The width that one token passes through: plans count activations and operations from it.
     values |= {"experts": experts, "intermediate": active * expert + shared}
@@ -206,6 +231,7 @@ def moe_dims(
         shared_intermediate=shared,
         dense_intermediate=base.intermediate,
         dense_layers=dense_layers,
+        routing=routing,
     )
 
 

@@ -16,15 +16,17 @@ import pytest
 
 from ondevice.api.export import run_config
 from ondevice.api.open import open_artifact
+from ondevice.api.predict import predict
 from ondevice.api.train import run_artifact
 from ondevice.artifact.manifest import read_manifest
 from ondevice.artifact.weights import WEIGHTS_NAME
 from ondevice.core.config import ExportConfig, ModelConfig
-from ondevice.core.errors import TrainingError
+from ondevice.core.errors import ArtifactError, TrainingError
 from ondevice.core.registry import method_config, open_session, target
 from ondevice.core.untrusted import read_header
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.executorch.blocks import BlocksSession
+from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.models import load_model, save_tiny
 from ondevice.training.events import read_log
 from ondevice.training.progress import describe_experts
@@ -94,6 +96,26 @@ def test_a_run_reports_the_bytes_of_experts_that_a_token_reads(tmp_path: Path) -
     assert f"{figures['read']} of 12 experts" in describe_experts(figures)
 
 
+def test_predict_names_the_task_that_a_program_lacks_and_follows_its_adapter_s(
+    tmp_path: Path,
+) -> None:
+    """The program was made without a task; a run's adapter records the run's."""
+    data = tmp_path / "rows.csv"
+    data.write_text("text,label\nso,a\nno,b\nso,a\n")
+    folder = program(NAME)
+    with pytest.raises(ArtifactError, match="does not record its task") as caught:
+        predict(folder, [{"text": "so"}])
+    assert "(--task)" in str(caught.value.hint)
+    settings = {"data.path": str(data), "train.steps": 2, "train.out": str(tmp_path / "run")}
+    trained = run_artifact(folder, run_config(folder, None, settings))
+    texts = [{"text": text} for text in ("so", "no", "oh")]
+    ours = predict(folder, texts, adapter=trained.adapter)
+    wanted = predict(str(model("qwen3_moe")), texts, adapter=trained.adapter)
+    for mine, eager in zip(ours, wanted, strict=True):
+        assert mine.prediction == eager.prediction
+        assert mine.probabilities == pytest.approx(eager.probabilities, rel=1e-4)
+
+
 def test_evaluation_and_the_next_token_of_a_mixture_are_eager_s() -> None:
     session = open_artifact(program(NAME))
     eager = open_session(load_model(str(model("qwen3_moe"))), method_config("mesp", {"rank": 4}), 4)
@@ -130,7 +152,6 @@ def job(folder: Path, method: dict[str, Any], **export: Any) -> ExportJob:
     ("sizes", "method", "export", "words"),
     [
         ({}, {"target_modules": ["q_proj", "experts.down_proj"]}, {}, "no adapters on experts"),
-        ({"mlp_only_layers": [1]}, {}, {}, "no experts in layers 1"),
         ({}, {}, {"quantize": "8da8w"}, "read as tokens need them"),
         ({}, {}, {"quantize": "q4", "rounding": "rows"}, "levels of experts"),
         ({"moe_intermediate_size": 24}, {}, {"quantize": "int8"}, "expert 24"),
@@ -150,15 +171,53 @@ def test_what_a_program_of_a_mixture_does_not_do_is_named(
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
-    [("granitemoe", {}), ("lfm2_moe", {"layer_types": ["conv", "full_attention"]})],
+    ("family", "sizes"),
+    [
+        ("granitemoe", {}),
+        ("lfm2_moe", {"layers": 4, "num_dense_layers": 2}),
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+    ],
 )
+def test_blocks_without_experts_and_other_mixers_are_kinds_of_a_program(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "m", family, **sizes)
+    assert not target("android-cpu").check(job(folder, {}))
+    functions = BlockFunctions(load_model(str(folder)), method_config("mesp"))
+    kinds = {"lfm2_moe": (0, 1, 2, 3), "granitemoe": (0, 0), "qwen2_moe": (0, 1)}
+    assert functions.kinds(16) == kinds[family]
+    weights = functions.weights()
+    dims: Any = functions.dims
+    for layer in range(dims.layers):
+        dense = layer in dims.dense_layers
+        assert functions.routes(layer) != dense
+        of_layer = [name for name in weights if f"layers.{layer}." in name]
+        assert any(".experts." in name for name in of_layer) != dense
+        ports = {one.name.format(layer=layer) for one in functions.frozen(layer)}
+        assert ports <= set(of_layer)
+    if family == "qwen2_moe":
+        problems = target("android-cpu").check(job(folder, {}, context_tokens=40))
+        assert any("no experts in layers 1" in one for one in problems), problems
+
+
+def test_a_host_calls_experts_only_of_blocks_that_have_some() -> None:
+    """The first layer of two has none."""
+    spec = read_manifest(program("blocks of lfm2_moe")).program_spec
+    assert spec.expert_layers == spec.layers_of("expert_forward_1") == [1]
+    session = open_artifact(program("blocks of lfm2_moe"))
+    result = session.step(*rows(), 0, 1e-2)
+    assert result.experts is not None
+    assert result.experts["all"] == 6
+    assert session.experts.read and {layer for layer, _ in session.experts.read} == {1}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_mixtures_whose_blocks_are_not_known_are_refused_by_name(
-    family: str, fields: dict[str, Any], tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
     from tests.models.test_any_decoder import save
 
-    problems = target("android-cpu").check(job(save(tmp_path / "m", family, **fields), {}))
+    problems = target("android-cpu").check(job(save(tmp_path / "m", family), {}))
     assert any(family in problem for problem in problems), problems
 
 

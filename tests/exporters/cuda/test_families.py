@@ -18,7 +18,7 @@ from ondevice.models import load_model, save_tiny
 FAMILIES = {
     "llama": "prge", "qwen2": "lora", "qwen3": "lora-fa", "gemma3_text": "mesp", "smollm3": "prge", "phi3": "mesp",
     "granite": "lora", "olmo2": "prge", "mistral": "mesp", "lfm2": "prge",
-    "qwen2_moe": "lora", "qwen3_moe": "mesp",
+    "granitemoe": "lora", "lfm2_moe": "mesp", "qwen2_moe": "lora", "qwen3_moe": "mesp",
 }  # fmt: skip
 """Each with one of the methods, so that each method has several families."""
 EXPERTS = {

@@ -24,8 +24,11 @@ BOTH = ("experts.gate_up_proj", "experts.down_proj")
 CASES = [
     ("lora", "qwen2_moe", ("q_proj", *BOTH)),
     ("lora-fa", "qwen3_moe", BOTH),
+    ("lora", "granitemoe", ("k_proj", *BOTH)),
+    ("lora-fa", "lfm2_moe", ("in_proj", *BOTH)),
     ("lora", "mixtral", ("v_proj", *BOTH)),
     ("lora-fa", "deepseek_v3", ("mlp.experts.down_proj", "o_proj")),
+    ("mesp", "lfm2_moe", ("in_proj", *BOTH)),
     ("mesp", "qwen3_moe", ("q_proj", *BOTH)),
     ("mesp", "mixtral", ("v_proj", *BOTH)),
 ]

@@ -36,6 +36,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"project": False, "schedule": "zero"}, {"tied": False}),
     ({"moments": "bfloat16"}, {}),
     ({"loss_tiles": 5}, {"tied": False}),
+    ({}, {"family": "granitemoe"}),
+    ({}, {"family": "lfm2"}),
+    ({}, {"family": "lfm2_moe"}),
     ({}, {"family": "qwen2_moe"}),
     ({"compute": "float32"}, {"family": "qwen3_moe", "tied": False}),
 ]

@@ -108,7 +108,13 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path, warm) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("granite", "exact", {})]
+    ("family", "coupling", "sizes"),
+    [
+        *CASES,
+        ("qwen2_moe", "full", {}),
+        ("granitemoe", "full", {}),
+        ("granite", "exact", {}),
+    ],
 )
 def test_the_folder_opens_again_with_the_bits_of_training(
     family, coupling, sizes, dtype, tmp_path

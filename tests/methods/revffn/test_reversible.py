@@ -30,8 +30,8 @@ from tests.methods.revffn.networks import (
 )
 
 DEPTHS = (12, 24, 48)
-FAMILIES = ("llama", "qwen2", "qwen2_moe", "mistral", "gpt2", "gemma3_text", "granite", "olmo2", "phi3", "qwen3",
-            "qwen3_moe", "smollm3")  # fmt: skip
+FAMILIES = ("llama", "qwen2", "qwen2_moe", "mistral", "gpt2", "gemma3_text", "granite", "granitemoe", "olmo2",
+            "phi3", "qwen3", "qwen3_moe", "smollm3")  # fmt: skip
 COUPLINGS = ({"coupling": "exact"}, {"coupling": "full"}, {"coupling": "full", "gamma_bits": 1},
              {"coupling": "full", "gamma_bits": 0})  # fmt: skip
 

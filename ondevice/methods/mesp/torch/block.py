@@ -16,7 +16,7 @@ from ondevice.nn.experts import ExpertLora
 from ondevice.nn.rows_apart import BranchesApart, RowsApart
 
 if TYPE_CHECKING:
-    from ondevice.core.dims import ModelDims
+    from ondevice.core.dims import ModelDims, RoutingTraits
 
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and
@@ -69,7 +69,8 @@ class Routed:
     Attributes:
         router: R, [experts, D].
         active: experts of a token, K.
-        normalised: the weights of a token's experts add up to 1.
+        traits: how they are chosen and weighted; the factor of a branch is in `traits.scale`.
+        bias: of the experts' scores for the choice, [experts], if there is one.
         shared: `gate_proj`, `up_proj` and `down_proj` of the expert for all tokens; empty if there
             is none.
         shared_gate: [1, D]; the sigmoid of its product is that expert's weight.
@@ -82,9 +83,10 @@ class Routed:
 
     router: Tensor
     active: int
-    normalised: bool
+    traits: RoutingTraits
     shared: Mapping[str, Matrix]
     shared_gate: Tensor | None = None
+    bias: Tensor | None = None
     normed: Tensor | None = None
     weights: Tensor | None = None
     gradients: tuple[Tensor, Tensor] | None = None

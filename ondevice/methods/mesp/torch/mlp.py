@@ -143,9 +143,10 @@ class Mlp(BlockLayers):
         """Compute m + an MLP that is not the gated one, in m's memory."""
         assert block.mlp is not None  # noqa: S101 - the caller looked
         y = block.mlp(self.mlp_norm(block, m), block.pairs)
+        scale = self.traits.residual_scale
         if self.kernels.in_place:
-            return m.add_(y)
-        return m + y
+            return m.add_(y, alpha=scale)
+        return m + times(y, scale)
 
     def other_mlp_backward(
         self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient
@@ -162,7 +163,8 @@ class Mlp(BlockLayers):
             leaf = n.detach().requires_grad_(True)
             pairs = {name: pair.leaf() for name, pair in block.pairs.items()}
             leaves = [tensor for pair in pairs.values() for tensor in (pair.a_ERI, pair.b_EOR)]
-            gn, *learned = torch.autograd.grad(block.mlp(leaf, pairs), [leaf, *leaves], g)
+            gy = times(g, self.traits.residual_scale)
+            gn, *learned = torch.autograd.grad(block.mlp(leaf, pairs), [leaf, *leaves], gy)
         for number, target in enumerate(pairs):
             on_gradient(target, *peft_layout(*learned[2 * number : 2 * number + 2]))
         return self.mlp_norm_backward(block, m, gn, g)

@@ -1,8 +1,9 @@
 """A mixture of experts without the experts: the router and the expert for all tokens, forward and
 backward by hand. Who runs the block computes each expert on the tokens that chose it.
 
-With p = softmax(n R^T) a token's experts are the K largest of p. Their weights w are these p, or
-these p over their sum s. Gradients go through the weights, not through the choice.
+With p = softmax(n R^T), or the sigmoid, a token's experts are the K largest of p, or of p and a
+bias. Their weights w are these p, or these p over their sum s, times a factor c. Gradients go
+through the weights, not through the choice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.methods.mesp.torch.block import Block, BlockLayers, Routed
+from ondevice.nn.cross_entropy import times
 
 
 class Routing(BlockLayers):
@@ -35,10 +37,14 @@ class Routing(BlockLayers):
         n = self.normed(block, "before_mlp", m)
         gn, gw = routed.gradients
         p, weights, total = self._routing(routed, n)
-        if routed.normalised:
-            inner = (gw * weights).sum(-1, keepdim=True)
+        gw = times(gw, routed.traits.scale)
+        if routed.traits.normalised:
+            inner = (gw * weights).sum(-1, keepdim=True) / routed.traits.scale
             gw = torch.where(weights > 0.0, (gw - inner) / total, 0.0)
-        logits = p * (gw - (gw * p).sum(-1, keepdim=True))
+        if routed.traits.scores == "sigmoid":
+            logits = p * (1.0 - p) * gw
+        else:
+            logits = p * (gw - (gw * p).sum(-1, keepdim=True))
         gn = gn + torch.mm(logits, routed.router)
         if routed.shared_gate is not None:
             gn = self._for_all_backward(routed, n, g, gn)
@@ -47,12 +53,16 @@ class Routing(BlockLayers):
     @staticmethod
     def _routing(routed: Routed, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return p [N, experts], w [N, experts] and s [N, 1]."""
-        p = torch.softmax(functional.linear(n, routed.router), -1)
-        chosen, experts = torch.topk(p, routed.active, -1)
-        total = chosen.sum(-1, keepdim=True)
-        if routed.normalised:
+        logits = functional.linear(n, routed.router)
+        traits = routed.traits
+        p = torch.sigmoid(logits) if traits.scores == "sigmoid" else torch.softmax(logits, -1)
+        scores = p if routed.bias is None else p + routed.bias
+        experts = torch.topk(scores, routed.active, -1)[1]
+        chosen = p.gather(1, experts)
+        total = chosen.sum(-1, keepdim=True) + traits.least
+        if traits.normalised:
             chosen = chosen / total
-        return p, torch.zeros_like(p).scatter(1, experts, chosen), total
+        return p, torch.zeros_like(p).scatter(1, experts, times(chosen, traits.scale)), total
 
     @staticmethod
     def _share(routed: Routed, n: Tensor) -> Tensor:

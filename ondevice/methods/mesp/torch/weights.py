@@ -137,7 +137,7 @@ class Resident:
         norms |= plain_norms(self.dims, i, family.embedding.weight)
         mlp = None
         if isinstance(family, MoeFamily):
-            layer.mlp.to(device)
+            layer.get_submodule(traits.path("mlp")).to(device)
             mlp = partial(family.mlp_of, i)
         mixer = {
             part: mixer_tensor(attrgetter(name)(layer).detach().to(device))

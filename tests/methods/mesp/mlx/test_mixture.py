@@ -133,3 +133,8 @@ def test_adapters_on_experts_odd_widths_and_mixed_blocks_are_refused(
     with pytest.raises(ModelError) as refused:
         opened(mixed)
     assert refused.value.received == "none in layers 1"
+    for family in ("granitemoe", "lfm2_moe"):
+        with pytest.raises(ModelError) as refused:
+            opened(save_tiny(tmp_path / family, family))
+        assert refused.value.received == family
+        assert refused.value.hint == "--backend torch"

@@ -28,11 +28,18 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", {"tied": False, "kv_heads": 1}),
     "not normalised": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "granitemoe": ("granitemoe", {"tied": False, "attention_bias": True}),
+    "lfm2_moe": ("lfm2_moe", {"layers": 3, "routed_scaling_factor": 1.7}),
+    "no bias, not normalised": (
+        "lfm2_moe",
+        {"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
 }
 
 
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MIXERS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj")
 
 
 @pytest.mark.sampled
@@ -43,6 +50,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def test_gradients_match_autograd_through_transformers(form: str, targets: tuple[str, ...]) -> None:
     """Those of the pairs beside experts too, of which some have no token."""
     family, sizes = FORMS[form]
+    if family == "lfm2_moe" and targets == ATTENTION:
+        targets = MIXERS
     ids, labels = rows(2, 19, 1)
     double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
     in_double(double.model)
@@ -57,7 +66,7 @@ def test_gradients_match_autograd_through_transformers(form: str, targets: tuple
     assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe"])
 def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path: Path) -> None:
     folder = str(save_tiny(tmp_path / "model", family, 3))
     ids, labels = rows(2, 12, 2)
@@ -86,7 +95,7 @@ def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path
 @pytest.mark.parametrize(
     ("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)]
 )
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe"])
 def test_the_plan_is_within_15_percent_of_a_step(
     family: str, chosen: int, targets: tuple[str, ...]
 ) -> None:
@@ -98,6 +107,8 @@ def test_the_plan_is_within_15_percent_of_a_step(
         "kv_heads": 2,
         "vocab": 2000,
     }
+    if family == "lfm2_moe" and targets == ATTENTION:
+        targets = MIXERS
     opened = session(
         tiny_model(family, num_experts_per_tok=chosen, **sizes),
         loss_tiles=4,

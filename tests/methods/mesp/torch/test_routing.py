@@ -26,6 +26,12 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a shared expert": ("qwen2_moe", {}),
     "normalised, and a shared expert": ("qwen2_moe", {"norm_topk_prob": True}),
     "one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "factors of scores and branches": ("granitemoe", {}),
+    "sigmoids with a bias": ("lfm2_moe", {"num_dense_layers": 0, "routed_scaling_factor": 1.7}),
+    "sigmoids as they are": (
+        "lfm2_moe",
+        {"num_dense_layers": 0, "norm_topk_prob": False, "use_expert_bias": False},
+    ),
     "every expert": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 3}),
 }
 TOKENS = 23
@@ -42,18 +48,19 @@ class _Mixture:
         count = self.loaded.dims.experts
         self.blocks = Blocks(Stages(self.loaded.dims, GraphKernels(torch.zeros(0))), None)
         names = {f"expert_forward_{rows}": None for rows in (1, 4, 8)}
-        spec: Any = SimpleNamespace(methods=names, experts=count, layers=2)
+        spec: Any = SimpleNamespace(methods=names, experts=count, expert_layers=[0, 1])
         self.experts = Experts(spec, self.call, 10)
         self.called: list[tuple[str, int]] = []
+        self.norm = dict(self.loaded.dims.traits.norms)["before_mlp"]
 
     def tensors(self) -> dict[str, Tensor]:
-        parameters = dict(self.loaded.model.named_parameters())
+        parameters = self.loaded.model.state_dict()
         names = (one.name for one in self.functions.frozen())
         return {name: parameters[name.format(layer=0)].detach() for name in names}
 
     def call(self, name: str, given: dict[str, Tensor], layer: int, expert: int) -> Any:
         self.called.append((name, expert))
-        mlp: Any = self.loaded.model.model.layers[layer].mlp
+        mlp = self.module("mlp", layer)
         weights = mlp.experts.gate_up_proj[expert].detach(), mlp.experts.down_proj[expert].detach()
         assert given["hidden"].shape[0] == int(name.rpartition("_")[2])
         if "forward" in name:
@@ -63,22 +70,36 @@ class _Mixture:
         gx, gw = ExpertBackward(self.functions)(*parts, *weights)
         return {"gradient": gx, "routing_gradient": gw}
 
+    def module(self, part: str, layer: int = 0) -> Any:
+        return self.loaded.family.layer(layer).get_submodule(self.loaded.dims.traits.path(part))
+
     def block(self) -> Any:
         tensors = self.tensors()
-        norm = tensors["model.layers.{layer}.post_attention_layernorm.weight"]
+        norm = tensors[f"model.layers.{{layer}}.{self.norm}.weight"]
         return Block({"before_mlp": norm}, {}, routed=self.functions._routed(tensors))
 
     def plain(self, m: Tensor) -> Tensor:
         """The middle and its mixture, every expert on every token; transformers' own modules
         compute norm and router in float32."""
-        layer: Any = self.loaded.model.model.layers[0]
-        mlp = layer.mlp
+        mlp = self.module("mlp")
         dims: Any = self.loaded.dims
+        config: Any = self.loaded.model.config
         scale = torch.rsqrt(m.square().mean(-1, keepdim=True) + dims.norm_eps)
-        n = m * scale * layer.post_attention_layernorm.weight
-        chosen, experts = linear(n, mlp.gate.weight).softmax(-1).topk(dims.active_experts, -1)
-        if mlp.gate.norm_topk_prob:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
+        n = m * scale * self.loaded.family.layer(0).get_submodule(self.norm).weight
+        logits = linear(n, self.module("mlp.gate").weight)
+        if dims.family == "lfm2_moe":
+            p = logits.sigmoid()
+            experts = (p + getattr(mlp, "expert_bias", 0.0)).topk(dims.active_experts, -1)[1]
+            chosen = p.gather(1, experts) * config.routed_scaling_factor
+            if config.norm_topk_prob:
+                chosen = chosen / (p.gather(1, experts).sum(-1, keepdim=True) + 1e-6)
+        elif dims.family == "granitemoe":
+            chosen, experts = logits.topk(dims.active_experts, -1)
+            chosen = chosen.softmax(-1) * config.residual_multiplier
+        else:
+            chosen, experts = logits.softmax(-1).topk(dims.active_experts, -1)
+            if config.norm_topk_prob:
+                chosen = chosen / chosen.sum(-1, keepdim=True)
         y = m
         for expert in range(dims.experts):
             gate, up = linear(n, mlp.experts.gate_up_proj[expert]).chunk(2, -1)
