@@ -70,7 +70,7 @@ class EngineConfig(StrictConfig):
 
     clip: Literal["previous", "layer", "global"] = "previous"
     """`previous` divides by the last step's global norm, and no layer may exceed the limit; `layer`
-    clips each layer; `global` is exact, and all gradients wait in host memory."""
+    clips each layer; `global` is exact, and all gradients are in host memory until it is known."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""
@@ -134,8 +134,13 @@ class EngineConfig(StrictConfig):
 
     @property
     def updates_last(self) -> bool:
-        """True if updates wait for the end of the backward pass."""
+        """True if updates count only from the end of the backward pass on."""
         return self.max_grad_norm is not None and self.clip == "global"
+
+    @property
+    def presumed(self) -> int:
+        """Layers that may be updated before then, as if the step were not clipped."""
+        return 0
 
     @property
     def uses_disk(self) -> bool:
