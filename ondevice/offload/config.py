@@ -70,7 +70,7 @@ class EngineConfig(StrictConfig):
 
     clip: Literal["previous", "layer", "global"] = "previous"
     """`previous` divides by the last step's global norm, and no layer may exceed the limit; `layer`
-    clips each layer; `global` is exact, and all gradients are in host memory until it is known."""
+    clips each layer; `global` is exact, and all gradients wait in host memory."""
 
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""

@@ -213,6 +213,21 @@ def _presumed(
     return next(fits, 0)
 
 
+def presumed_within(
+    config: SlideformerConfig, parameters: int, layer_parameters: int, layers: int
+) -> int:
+    """Return the layers that may be presumed of a model whose machine is not measured: as many as
+    fit `host_memory_bytes`, none if that is not known."""
+    if config.presumed_layers != "auto":
+        return config.presumed_layers
+    if config.host_memory_bytes is None or not config.updates_last:
+        return 0
+    state = STATE_BYTES[config.moments]
+    left = HOST_SHARE * config.host_memory_bytes
+    left -= (state + ITEM_BYTES[config.compute]) * parameters
+    return max(0, min(layers, int(left / (state * layer_parameters))))
+
+
 def _presuming(config: SlideformerConfig, layers: int) -> SlideformerConfig:
     return config.model_copy(update={"presumed_layers": layers})
 

@@ -30,8 +30,8 @@ class SlideformerConfig(EngineConfig):
     """AdamW's learning rate."""
 
     window: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers on the accelerator at once. Here and in the next four settings `auto` decides by
-    memory and measured rates; the result does not depend on it."""
+    """Layers on the accelerator at once. Here and below `auto` decides by memory and measured
+    rates; results do not depend on it."""
 
     resident_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """The first so many layers keep their masters and moments on the accelerator and are updated
@@ -44,12 +44,12 @@ class SlideformerConfig(EngineConfig):
     """Layers whose gradients wait in host memory for their update."""
 
     presumed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """With `clip: global`, layers that are updated before the norm is known, and again if it is too
-    large; each has its state twice in host memory."""
+    """With `clip: global`, layers that are updated before the norm is known, with a second state
+    each in host memory."""
 
     host_memory_bytes: Annotated[MemorySize, HOST_MEMORY] = Field(default=None, ge=1 << 20)
-    """Most host memory that the run may take, such as 96GiB; None is all that is free. `auto` decides
-    within it, and within `train.memory_limit_bytes` on the GPU."""
+    """Most host memory, such as 96GiB; None is all that is free. `auto` decides within it, and within
+    `train.memory_limit_bytes` on the GPU."""
 
     activations: Literal["device", "host", "disk"] = "host"
     """Placement of each layer's input until the backward pass."""
