@@ -5,9 +5,8 @@ steps that presume it.
 
 Lanes of known lengths, so that any machine shows the schedule: copies and updates sleep, on the
 engine of the CPU with a tiny model. A copy of a layer's weights is a forward pass, and two are a
-backward pass: the weights come, and the gradients leave. An update takes `--update` copies; one
-that writes beside the old state takes `--beside` times as long, which `--kernel` measures here.
-Engines take turns.
+backward pass: the weights come, and the gradients leave. `--lengths 3x1.5`: an update takes three
+copies, and one that writes beside the old state 1.5 times as long. Engines take turns.
 
 - `not clipped`: no norm; the least that a step can take.
 - `waits`: updates begin after the backward pass.
@@ -22,28 +21,25 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import finish, interleaved, median, parse_args
+from benchmarks.common import finish, parse_args
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.models.load import tiny_model
 from ondevice.offload import presumed, updater
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.units import cut
-from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments, layer_adam
 
-LAYERS = 8
-COPY_S = 0.02
+LAYERS = 6
+COPY_S = 0.08
 """Seconds of a layer's copy: long compared with what Python does between two."""
 BURST = 3
 """Steps between two looks at the clock; one before them fills the lanes."""
 NEVER = 1e9
 BELOW = 1 - 1e-4
-KERNEL_NUMEL = 32 << 20
 COLUMNS = [
     {"key": "update", "title": "Update over copy", "digits": 1},
     {"key": "beside", "title": "Presumed update over update", "digits": 1},
@@ -51,16 +47,15 @@ COLUMNS = [
     {"key": "step_s", "title": "Step (s)", "digits": 3},
     {"key": "of_unclipped", "title": "Of not clipped", "digits": 3},
     {"key": "presumed", "title": "Presumed states a step", "digits": 1},
-    {"key": "moments", "title": "Moments"},
-    {"key": "in_place_s", "title": "In place (s)", "digits": 3},
-    {"key": "beside_s", "title": "Beside (s)", "digits": 3},
 ]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--update", default="1.5,2,3", help="lengths of an update, in copies")
-    parser.add_argument("--beside", default="1,1.5", help="of a presumed update, in updates")
-    parser.add_argument("--kernel", action="store_true", help="also time the updates themselves")
+    parser.add_argument(
+        "--lengths",
+        default="2x1,3x1,3x1.5",
+        help="of an update, in copies, and of a presumed one, in updates",
+    )
 
 
 class Variant:
@@ -100,11 +95,10 @@ class Variant:
         self.engine.flush()
 
     def row(self, name: str, unclipped: list[float]) -> dict[str, Any]:
-        shares = [one / other for one, other in zip(self.seconds, unclipped, strict=True)]
         return {
             "variant": name,
             "step_s": self.seconds,
-            "of_unclipped": median(shares),
+            "of_unclipped": min(self.seconds) / min(unclipped),
             "presumed": self.begun / self.steps,
         }
 
@@ -168,33 +162,12 @@ def schedule(update: float, beside: float, repeats: int) -> list[dict[str, Any]]
         return [{**lengths, **one.row(name, unclipped)} for name, one in every.items()]
 
 
-def kernels(repeats: int) -> list[dict[str, Any]]:
-    """Seconds of an update in place and of one beside the old state, by kind of moments."""
-    rows = []
-    count = KERNEL_NUMEL
-    gradient = torch.zeros(count, dtype=torch.bfloat16)
-    adam = AdamStep(1e-9)
-    for kind in ("float32", "bfloat16", "int8"):
-        halves = [torch.zeros(count, dtype=dtype) for dtype in (torch.bfloat16, torch.uint16)]
-        state = HostState(None, halves[0], halves[1], Moments.empty(count, kind))
-        into = replace(state, high=halves[0].clone(), low=halves[1].clone())
-        into.moments = Moments.empty(count, kind)
-        ways = {
-            "in_place_s": lambda state=state: layer_adam(gradient, state, adam),
-            "beside_s": lambda state=state, into=into: layer_adam(gradient, state, adam, into=into),
-        }
-        seconds = interleaved(ways, repeats)
-        shares = [b / a for a, b in zip(seconds["in_place_s"], seconds["beside_s"], strict=True)]
-        rows.append({"moments": kind, **seconds, "beside": median(shares)})
-    return rows
-
-
 def main() -> None:
-    args = parse_args(__doc__, arguments, repeats=7)
-    rows = kernels(args.repeats) if args.kernel else []
-    for update in map(float, args.update.split(",")):
-        for beside in map(float, args.beside.split(",")):
-            rows += schedule(update, beside, args.repeats)
+    args = parse_args(__doc__, arguments, repeats=3)
+    rows = []
+    for pair in args.lengths.split(","):
+        update, beside = map(float, pair.split("x"))
+        rows += schedule(update, beside, args.repeats)
     finish(
         "slideformer/clipping",
         rows,
