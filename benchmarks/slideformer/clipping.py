@@ -175,7 +175,8 @@ def main() -> None:
         columns=COLUMNS,
         title="SlideFormer: exact clipping, waiting for the norm and presuming it, by lanes of known lengths",
         notes=[
-            "Of not clipped: the median over bursts of three steps, each against the one beside it."
+            "Of not clipped: of the quickest of the bursts of three steps each, as whatever else the "
+            "machine does only adds to a sleep."
         ],
     )
 
