@@ -113,6 +113,12 @@ class HostState:
     seed: int = 0
     momentum: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the master and the moments by its field's name."""
+        named = {"master": self.master, "high": self.high, "low": self.low}
+        there = {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {**there, **self.moments.tensors()}
+
 
 def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
     """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's

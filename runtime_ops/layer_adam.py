@@ -87,6 +87,8 @@ class _Arguments(ctypes.Structure):
         ("key", ctypes.c_uint64),
         *[(name, ctypes.c_float) for name in ("decay", "beta2", "weight1", "weight2")],
         *[(name, ctypes.c_float) for name in ("root", "eps", "size", "grad_scale")],
+        *[(name, ctypes.c_void_p) for name in ("to_master", "to_high", "to_low", "to_m", "to_v")],
+        *[(name, ctypes.c_void_p) for name in ("to_m_scale", "to_v_scale")],
     ]
 
 
@@ -102,6 +104,7 @@ def layer_adam(
     rows: Tensor | None = None,
     width: int = 0,
     threads: int | None = None,
+    into: HostState | None = None,
 ) -> None:
     """Run one AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut
     into calls.
@@ -115,6 +118,8 @@ def layer_adam(
         width: elements of a row; with int8 moments a multiple of 128, so that no scale spans two
             rows.
         threads: None for `torch.get_num_threads()`.
+        into: a state of the same form, which takes the new values of all rows; `state` keeps the old
+            ones.
 
     Raises:
         ModelError: a tensor of another dtype or size, or not contiguous on the CPU.
@@ -125,10 +130,14 @@ def layer_adam(
     check("grad", grad, (torch.bfloat16, torch.float32), count)
     if rows is not None:
         _check_rows(rows, width, count, state.moments.kind)
+    if into is not None:
+        _check_same_form(state, into, count, rows)
     if count == 0 or (rows is not None and rows.numel() == 0):
         return  # an empty tensor's address is null, which means something else below
     moments = state.moments
     at = {name: _pointer(tensor) for name, tensor in moments.tensors().items()}
+    if into is not None:
+        at |= {f"to_{name}": _pointer(tensor) for name, tensor in into.tensors().items()}
     arguments = _Arguments(
         grad=grad.data_ptr(),
         master=_pointer(state.master),
@@ -281,6 +290,17 @@ def _library() -> ctypes.CDLL:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _check_same_form(state: HostState, into: HostState, count: int, rows: Tensor | None) -> None:
+    check_state(into, count)
+    forms = [(one.moments.kind, sorted(one.tensors())) for one in (state, into)]
+    if forms[0] != forms[1] or rows is not None:
+        raise ModelError(
+            "layer_adam cannot write the new state there",
+            expected=f"a state of the same form, and all rows: {forms[0]}",
+            received=f"{forms[1]}{', some rows' * (rows is not None)}",
+        )
 
 
 def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from ondevice.core.capabilities import DrivesLoops
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import method_config, methods
+from ondevice.planning.devices import available_bytes
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -50,6 +51,9 @@ def offload(
         "learning_rate": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay,
         "compute": computes, **settings,
     }  # fmt: skip
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where != "cpu":
+        values.setdefault("host_memory_bytes", available_bytes())
     if optimizer == "muon":
         values["optimizer"] = "muon"
     if max_grad_norm:
@@ -58,5 +62,4 @@ def offload(
         (spec, found) for spec in methods() if (found := spec.capability(DrivesLoops))
     )
     config = method_config(spec.name, values)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return drives.opener()(model, config, where, frozenset(undecayed))

@@ -134,8 +134,13 @@ class EngineConfig(StrictConfig):
 
     @property
     def updates_last(self) -> bool:
-        """True if updates wait for the end of the backward pass."""
+        """True if updates count only from the end of the backward pass on."""
         return self.max_grad_norm is not None and self.clip == "global"
+
+    @property
+    def presumed(self) -> int:
+        """Layers that may be updated before then, as if the step were not clipped."""
+        return 0
 
     @property
     def uses_disk(self) -> bool:

@@ -81,6 +81,11 @@ class Clipping:
             norm = max(own, math.sqrt(math.fsum(now.before.values())))
         return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
 
+    @property
+    def exceeded(self) -> bool:
+        """True if the gradients that have come so far are clipped, whatever the others are."""
+        return self.limit is not None and self.now.norm + TINY > self.limit
+
     def scale(self, square: Tensor) -> Tensor:
         """Return the scale, float64 [1], for a unit whose squared norm is on the accelerator."""
         own = square.double().sqrt()

@@ -123,28 +123,34 @@ class HostStore:
 
     def _host_state(self, unit: Unit, moments: str) -> layer_adam.HostState:
         """Fill a unit's state from its parameters, and let go of their memory."""
-        if self.split:
-            master = torch.zeros(unit.numel)
-        else:
-            master = self.device.pinned(unit.numel, torch.float32)
+        state = None if self.split else self.blank(unit, moments)
+        master = torch.zeros(unit.numel) if state is None else self._master(state)
         for piece in unit.pieces:
             master[piece.offset : piece.offset + piece.numel].copy_(piece.values)
         release(unit, self.dtype)
-        adam = unit.numel - unit.matrices
-        moment_buffers = moments_in(buffer(moments_bytes(adam, moments), pin=False), adam, moments)
+        if state is not None:
+            return state
+        state = self.blank(unit, moments)
+        assert state.high is not None and state.low is not None  # noqa: S101  split
+        rest = slice(unit.matrices, unit.numel)
+        layer_adam.split_(master[rest], state.high[rest], state.low[rest], state.moments)
+        muon.put_master(state, slice(0, unit.matrices), master[: unit.matrices])
+        return state
+
+    def blank(self, unit: Unit, moments: str) -> layer_adam.HostState:
+        """Return memory for a state of the unit's size, zeros."""
         seed = unit.index + (unit.low << 16)  # stochastic rounding: each shard has its own numbers
+        adam = unit.numel - unit.matrices
+        own = moments_in(buffer(moments_bytes(adam, moments), pin=False), adam, moments)
         momentum = None
         if unit.matrices:
             momentum = self.device.pinned(unit.matrices, muon.TYPES[moments])
-        state = layer_adam.HostState(master, None, None, moment_buffers, seed, momentum)
-        if self.split:
-            high = self.device.pinned(unit.numel, torch.bfloat16)
-            low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
-            rest = slice(unit.matrices, unit.numel)
-            layer_adam.split_(master[rest], high[rest], low[rest], moment_buffers)
-            state = layer_adam.HostState(None, high, low, moment_buffers, seed, momentum)
-            muon.put_master(state, slice(0, unit.matrices), master[: unit.matrices])
-        return state
+        if not self.split:
+            master = self.device.pinned(unit.numel, torch.float32)
+            return layer_adam.HostState(master, None, None, own, seed, momentum)
+        high = self.device.pinned(unit.numel, torch.bfloat16)
+        low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
+        return layer_adam.HostState(None, high, low, own, seed, momentum)
 
     def state(self, unit: Unit) -> layer_adam.HostState:
         """Return a unit's state: views."""

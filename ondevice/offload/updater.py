@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from ondevice.offload import muon
 from ondevice.offload.gradients import Clipping, Step, square
 from ondevice.offload.groups import updates
+from ondevice.offload.presumed import Arrival, Presumed, write
 from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, HostState, layer_adam, torch_adam
@@ -89,7 +91,8 @@ class Updater:
         self.whole = False
         """True if the embedding's gradient has other rows than those of the last batch."""
         self.kept: dict[str, threading.Event] = {}
-        self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
+        self.presumed = Presumed(store, config, disk, self.clipping)
+        self.waiting: list[tuple[Event, Arrival, Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
         self.width = self.embedded.pieces[0].shape[1]
         # Int8 moments share a scale in tiles that may cross rows, and a file is read entirely: all
@@ -101,6 +104,7 @@ class Updater:
         self.bytes = sum(t.nbytes for t in (*self.buffers, self.rest, self.table))
         self.bytes += 0 if self.scratch is None else self.scratch.nbytes
         self.bytes += 0 if units.tied else self.embedding.nbytes
+        self.bytes += self.presumed.bytes
 
     def loaded(self) -> None:
         """Determine which rows of the embedding have moments in the current states."""
@@ -157,7 +161,7 @@ class Updater:
         def run() -> None:
             if not self.last:  # else `end_backward` did it
                 arrived()
-            self._update(unit, gradient[: unit.numel], self.clipping.apply(now, unit))
+            self._finish(unit, gradient[: unit.numel], self.clipping.apply(now, unit), now)
             if pooled:
                 self.pool.give(gradient)
             if then is not None:
@@ -168,10 +172,38 @@ class Updater:
                 unit.name, run, unit.order, event.done, event.wait
             )
 
-        if self.last:
-            self.waiting.append((event, arrived, send))
-        else:
+        if not self.last:
             send()
+            return
+        arrival = Arrival(arrived)
+        self.waiting.append((event, arrival, send))
+        if self.presumed.holds(unit):
+            presume = partial(self._presume, unit, gradient[: unit.numel], arrival, now)
+            self.worker.submit(unit.name, presume, unit.order, event.done, event.wait)
+
+    def _presume(self, unit: Unit, gradient: Tensor, arrival: Arrival, now: Step) -> None:
+        """Write a layer's new state as if the step were not clipped."""
+        into = self.presumed.begin(unit, arrival)
+        if into is None:
+            return
+        started = time.perf_counter()
+        state = self.store.states[unit.index]
+        write(unit, gradient, state, into, now.adam, self.scratch, self.threads)
+        self.presumed.written[unit.index] = into
+        self.timeline.add("update", unit.name, started, time.perf_counter())
+
+    def _finish(self, unit: Unit, gradient: Tensor, adam: AdamStep, now: Step) -> None:
+        """Take the presumed state if the step is not clipped; else update."""
+        presumed = self.presumed.take(unit)
+        if presumed is None:
+            self._update(unit, gradient, adam)
+        elif adam == now.adam:
+            self.wait_written(unit)
+            self.presumed.give(unit, self.store.states[unit.index])
+            self.store.states[unit.index] = presumed
+        else:
+            self.presumed.give(unit, presumed)
+            self._update(unit, gradient, adam)
 
     def _submit_sum(
         self, unit: Unit, gradient: Tensor, event: Event, pooled: bool, absent: Sequence[slice]
@@ -241,9 +273,9 @@ class Updater:
         self.waiting = []
         if self.rows is not None:
             self._merge(*self.rows)
-        for event, arrived, _ in waiting:
+        for event, arrival, _ in waiting:
             event.wait()
-            arrived()
+            self.presumed.arrive(arrival)
         for _, _, send in waiting:
             send()
 

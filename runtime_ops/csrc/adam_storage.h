@@ -38,6 +38,10 @@ struct AdamArguments {
   float root;                     // 1 / sqrt(1 - beta2^step)
   float eps, size;                // size = learning rate / (1 - beta1^step)
   float grad_scale;
+  float* to_master;  // where the new state goes, like the old one; to_m is null: in place
+  uint16_t *to_high, *to_low;
+  void *to_m, *to_v;
+  float *to_m_scale, *to_v_scale;
 };
 
 // The arrays of one tile, whole.

@@ -82,15 +82,22 @@ ONDEVICE_INLINE void step_tile(const AdamArguments& a, int64_t tile, const AdamT
   }
 }
 
-// Elements [begin, end); a tile of which only a part is wanted goes through copies.
+// Elements [begin, end). A tile of which only a part is wanted goes through copies, and so does one whose new
+// state goes elsewhere.
 template <bool Split, typename Grad, typename M, typename V>
 void step_range(const AdamArguments& a, int64_t begin, int64_t end) {
   const AdamTile<Grad, M, V> all{
       static_cast<const Grad*>(a.grad), a.master, a.high, a.low, static_cast<M*>(a.m), static_cast<V*>(a.v)};
+  const bool moves = a.to_m != nullptr;
+  AdamArguments own = a;
+  if (moves) {
+    own.m_scale = a.to_m_scale;
+    own.v_scale = a.to_v_scale;
+  }
   for (int64_t tile = begin / kTile; tile * kTile < end; ++tile) {
     const int64_t first = tile * kTile, low = begin > first ? begin - first : 0;
     const int64_t high = end - first < kTile ? end - first : kTile;
-    if (high - low == kTile) {
+    if (high - low == kTile && !moves) {
       const AdamTile<Grad, M, V> whole{all.grad + first,
                                        Split ? nullptr : all.master + first,
                                        all.high == nullptr ? nullptr : all.high + first,
@@ -100,28 +107,37 @@ void step_range(const AdamArguments& a, int64_t begin, int64_t end) {
       step_tile<Split>(a, tile, whole);
       continue;
     }
-    Grad grad[kTile] = {};
-    float master[kTile] = {};
-    uint16_t upper[kTile] = {}, lower[kTile] = {};
-    M m[kTile] = {};
-    V v[kTile] = {};
+    alignas(64) Grad grad[kTile] = {};
+    alignas(64) float master[kTile] = {};
+    alignas(64) uint16_t upper[kTile] = {}, lower[kTile] = {};
+    alignas(64) M m[kTile] = {};
+    alignas(64) V v[kTile] = {};
     const auto copy = [&](auto* into, const auto* from) {
       std::memcpy(into, from, static_cast<size_t>(high - low) * sizeof *into);
     };
     const int64_t at = first + low;
+    const auto put = [&](auto* here, auto* there, const auto* from) {
+      if (!moves) return copy(here + at, from + low);
+      stream_copy(there + at, from + low, static_cast<size_t>(high - low) * sizeof *there);
+    };
     copy(grad + low, all.grad + at);
     copy(m + low, all.m + at);
     copy(v + low, all.v + at);
     if (!Split) copy(master + low, all.master + at);
     if (Split) copy(upper + low, all.high + at);
     if (Split) copy(lower + low, all.low + at);
-    step_tile<Split>(a, tile, AdamTile<Grad, M, V>{grad, master, upper, lower, m, v});
-    copy(all.m + at, m + low);
-    copy(all.v + at, v + low);
-    if (!Split) copy(all.master + at, master + low);
-    if (all.high != nullptr) copy(all.high + at, upper + low);
-    if (Split) copy(all.low + at, lower + low);
+    if (moves && sizeof(M) == 1) {
+      own.m_scale[tile] = a.m_scale[tile];
+      own.v_scale[tile] = a.v_scale[tile];
+    }
+    step_tile<Split>(own, tile, AdamTile<Grad, M, V>{grad, master, upper, lower, m, v});
+    put(all.m, static_cast<M*>(a.to_m), m);
+    put(all.v, static_cast<V*>(a.to_v), v);
+    if (!Split) put(all.master, a.to_master, master);
+    if (all.high != nullptr) put(all.high, a.to_high, upper);
+    if (Split) put(all.low, a.to_low, lower);
   }
+  if (moves) stream_end();
 }
 
 using AdamRange = void (*)(const AdamArguments&, int64_t, int64_t);

@@ -101,15 +101,14 @@ def _adam(checker: Checker, update: Any) -> Any:
         *rest: Any,
         rows: Tensor | None = None,
         width: int = 0,
+        into: Any = None,
         **more: Any,
     ) -> None:
-        moments = state.moments
-        written = [
-            t
-            for t in (state.master, state.high, state.low, *moments.tensors().values())
-            if t is not None
-        ]
-        checker.on_host(gradient, *written)
+        written = list((into or state).tensors().values())
+        read = list(state.tensors().values()) if into else []
+        checker.on_host(gradient, *written, *read)
+        for one in read:
+            checker.access(checker.me, one, False)
         checker.access(checker.me, gradient, False, _rows(rows, width * gradient.element_size()))
         for one in written:
             whole = (
@@ -124,6 +123,7 @@ def _adam(checker: Checker, update: Any) -> Any:
                 state,
                 *rest,
                 **({"rows": rows, "width": width} if rows is not None else {}),
+                **({"into": into} if into else {}),
                 **more,
             )
 

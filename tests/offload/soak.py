@@ -38,7 +38,7 @@ from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.torch import SlideformerSession
 from ondevice.models.load import tiny_model
-from ondevice.offload import disk, disk_states, drive, store, updater, worker
+from ondevice.offload import disk, disk_states, drive, presumed, store, updater, worker
 from ondevice.offload import engine as offload_engine
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.units import SINGLE, Ranks
@@ -181,7 +181,10 @@ def _drawn(method: str, dice: random.Random) -> dict[str, Any]:
     some["activations"] = dice.choice(("device", "host", "host", "disk"))
     some["disk_fraction"] = dice.choice((0.0, 0.0, 0.5, 1.0))
     some["disk_masters"] = bool(some["disk_fraction"]) and dice.random() < 0.5
-    if some.get("clip") != "global":
+    if some.get("clip") == "global":
+        some["presumed_layers"] = dice.choice((0, 1, 3, 6))
+        some["max_grad_norm"] = dice.choice((0.1, 1.0, 1e6))
+    else:
         some["resident_layers"] = dice.choice((0, 0, 1, 2))
         some["resident_tables"] = dice.random() < 0.25
     if some["optimizer"] == "auto":
@@ -320,12 +323,12 @@ class Run:
 def late(episode: Episode, monkeypatch: Any) -> Any:
     """A checker, and engines whose lanes are late."""
     delays = episode.delays
-    with checking(monkeypatch, updater, store, disk, disk_states, lsp_window) as (
+    with checking(monkeypatch, updater, presumed, store, disk, disk_states, lsp_window) as (
         checker,
         _,
     ):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: LateDevice(checker, delays))
-        for module in (updater,):
+        for module in (updater, presumed):
             for name in ("layer_adam", "torch_adam"):
                 monkeypatch.setattr(module, name, delays.before("update", getattr(module, name)))
         monkeypatch.setattr(store, "device_adam", delays.before("compute", store.device_adam))

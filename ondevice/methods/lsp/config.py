@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -108,6 +109,13 @@ class LspConfig(EngineConfig, ProjectorConfig):
     def updates_last(self) -> bool:
         """True if updates wait for the end of the backward pass."""
         return self.schedule == "zero" or super().updates_last
+
+    @property
+    def presumed(self) -> int:
+        """All layers, as little crosses the bus of each; none if complete ones do."""
+        if super().updates_last and self.project and self.schedule != "zero":
+            return sys.maxsize
+        return 0
 
     @model_validator(mode="after")
     def _weights_that_exist(self) -> Self:

@@ -9,6 +9,7 @@ the first unit on the host are the last to arrive and the first to be needed."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,9 @@ def resolve(
     )
     chosen = config.decided(**options[best])
     chosen = _replaced(chosen, _buffers(config, chosen, dims, work, room, rates))
-    return chosen, _why(chosen, dims, work, rates, timed[best])
+    if config.presumed_layers == "auto":
+        chosen = _presuming(chosen, _presumed(chosen, dims, work, room, rates))
+    return chosen, _why(chosen, dims, work, rates, _seconds(chosen, dims, work, rates))
 
 
 def resolve_request(
@@ -121,7 +124,7 @@ def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]
                     "resident_tables": table,
                     "window": max(2, window),
                 }
-                options.append(option | {"gradient_buffers": BUFFERS})
+                options.append(option | {"gradient_buffers": BUFFERS, "presumed_layers": 0})
     return options
 
 
@@ -162,10 +165,14 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
     waits = tokens * dims.hidden / rates.parameters_s * (not config.keeps_tables)
+    longest = max(lane * (1.0 if name == "compute" else SLACK) for name, lane in lanes.items())
+    if config.updates_last:  # what is not presumed begins after the backward pass
+        late = max(0.0, 1 - config.presumed / dims.layers)
+        longest = max(longest, HIDDEN * lanes["compute"] + late * SLACK * lanes["update"])
     if config.kept_layers < dims.layers:
         copies = moved / (rates.d2h_bytes_s or 50e9) + moved / (rates.h2d_bytes_s or 50e9)
         waits += max(0.0, layer / rates.parameters_s + copies - hidden)
-    return max(lane * (1.0 if name == "compute" else SLACK) for name, lane in lanes.items()) + waits
+    return longest + waits
 
 
 def _buffers(
@@ -189,6 +196,42 @@ def _buffers(
     return max(2, most)
 
 
+def _presumed(
+    config: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
+) -> int:
+    """As many as keep the update busy under the backward pass and leave no more than hides under
+    the next forward pass, and fit the host."""
+    lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
+    update = SLACK * lanes["update"]
+    if not config.updates_last or not update:
+        return 0
+    backward = HIDDEN * lanes["compute"]
+    forward = lanes["compute"] - backward
+    useful = math.ceil(dims.layers * max(0.0, min(1 - forward / update, backward / update)))
+    counts = range(useful, 0, -1)
+    fits = (n for n in counts if _host_fits(_presuming(config, n), dims, work, room))
+    return next(fits, 0)
+
+
+def presumed_within(
+    config: SlideformerConfig, parameters: int, layer_parameters: int, layers: int
+) -> int:
+    """Return the layers that may be presumed of a model whose machine is not measured: as many as
+    fit `host_memory_bytes`, none if that is not known."""
+    if config.presumed_layers != "auto":
+        return config.presumed_layers
+    if config.host_memory_bytes is None or not config.updates_last:
+        return 0
+    state = STATE_BYTES[config.moments]
+    left = HOST_SHARE * config.host_memory_bytes
+    left -= (state + ITEM_BYTES[config.compute]) * parameters
+    return max(0, min(layers, int(left / (state * layer_parameters))))
+
+
+def _presuming(config: SlideformerConfig, layers: int) -> SlideformerConfig:
+    return config.model_copy(update={"presumed_layers": layers})
+
+
 def _replaced(config: SlideformerConfig, buffers: int) -> SlideformerConfig:
     return config.model_copy(update={"gradient_buffers": buffers})
 
@@ -203,12 +246,14 @@ def _why(
     tables = "tables and " * config.keeps_tables
     share = experts_share(dims, config, work.rows * work.length_tokens, work.world)
     experts = f"; about {share:.0%} of the experts are copied" * (share < 1)
+    presumed = f"; {config.presumed} layers are updated before the norm is known"
+    presumed *= config.updates_last
     least = "; all ranks take the least that any of them chose" * (work.world > 1)
     return (
         f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
         f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "
         f"bound by {longest} (compute {lanes['compute']:.3g}, update {lanes['update']:.3g}, "
-        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s){experts}{least}"
+        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s){experts}{presumed}{least}"
     )
 
 

@@ -30,8 +30,8 @@ class SlideformerConfig(EngineConfig):
     """AdamW's learning rate."""
 
     window: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by
-    memory and measured rates; the result does not depend on it."""
+    """Layers on the accelerator at once. Here and below `auto` decides by memory and measured
+    rates; results do not depend on it."""
 
     resident_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """The first so many layers keep their masters and moments on the accelerator and are updated
@@ -43,9 +43,13 @@ class SlideformerConfig(EngineConfig):
     gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Layers whose gradients wait in host memory for their update."""
 
+    presumed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """With `clip: global`, layers that are updated before the norm is known, with a second state
+    each in host memory."""
+
     host_memory_bytes: Annotated[MemorySize, HOST_MEMORY] = Field(default=None, ge=1 << 20)
-    """Most host memory that the run may take, such as 96GiB; None is all that is free. `auto` decides
-    within it, and within `train.memory_limit_bytes` on the GPU."""
+    """Most host memory, such as 96GiB; None is all that is free. `auto` decides within it, and within
+    `train.memory_limit_bytes` on the GPU."""
 
     activations: Literal["device", "host", "disk"] = "host"
     """Placement of each layer's input until the backward pass."""
@@ -62,6 +66,7 @@ class SlideformerConfig(EngineConfig):
             self.resident_layers,
             self.resident_tables,
             self.gradient_buffers,
+            self.presumed_layers,
         )
 
     def decided(self, **values: int | bool) -> Self:
@@ -72,8 +77,9 @@ class SlideformerConfig(EngineConfig):
     def fixed(self) -> Self:
         """Return the settings of a machine that is not known."""
         return self.decided(
-            window=WINDOW, resident_layers=0, resident_tables=False, gradient_buffers=BUFFERS
-        )
+            window=WINDOW, resident_layers=0, resident_tables=False, gradient_buffers=BUFFERS,
+            presumed_layers=0,
+        )  # fmt: skip
 
     @property
     def slots(self) -> int:
@@ -88,6 +94,13 @@ class SlideformerConfig(EngineConfig):
         if self.gradient_buffers == "auto":
             return BUFFERS
         return self.gradient_buffers
+
+    @property
+    def presumed(self) -> int:
+        """See `presumed_layers`, likewise."""
+        if self.presumed_layers == "auto" or not self.updates_last:
+            return 0
+        return self.presumed_layers
 
     @property
     def kept_layers(self) -> int:

@@ -8,7 +8,7 @@ backward passes run through the window.
 
 Any loss of the model's outputs does, and `loss.backward()` is `engine.backward(loss)`. Updates begin
 in the backward pass, with the learning rate that the optimizer's group has when the forward pass
-begins; `clip="global"` waits for the norm of all gradients, as `clip_grad_norm_` does.
+begins; `clip="global"` clips by the norm of all gradients, as `clip_grad_norm_` does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.methods.slideformer.auto import presumed_within
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.offload.engine import OffloadEngine
@@ -52,7 +53,8 @@ class Offloaded:
     Args:
         model: a decoder of transformers on the CPU; its values move into the engine until `close`.
             What requires no gradient stays as it is, unless nothing requires one.
-        config: SlideFormer's; `auto` is as on a machine that is not known.
+        config: SlideFormer's; `auto` is as on a machine that is not known, but for
+            `presumed_layers` within `host_memory_bytes`.
         device: `cpu`, `cuda` or `cuda:N`, where inputs have to be.
         undecayed: names of parameters that weight decay leaves alone.
 
@@ -70,9 +72,13 @@ class Offloaded:
         device: str,
         undecayed: frozenset[str] = frozenset(),
     ) -> None:
-        self.config = config.fixed()
         self.model = model
         self.family = WholeModel(model, undecayed)
+        every, of_layer = (
+            sum(p.numel() for p in part.parameters()) for part in (model, self.family.layer(0))
+        )
+        presumed = presumed_within(config, every, of_layer, self.family.dims.layers)
+        self.config = config.decided(presumed_layers=presumed).fixed()
         self.engine = OffloadEngine(self.family, self.config, device)
         passes = self.engine.passes
         assert isinstance(passes, WholePasses)  # noqa: S101  no family of its own was asked for

@@ -155,6 +155,9 @@ def host_memory(
             - 4 * cold
             - saved_bytes(dims, config)
         ),
+        "presumed states": int(
+            min(config.presumed, dims.layers) * dims.block_parameters * STATE_BYTES[config.moments]
+        ),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + tables * table) * item,
         "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[

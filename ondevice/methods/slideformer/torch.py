@@ -122,6 +122,7 @@ def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
         "window": config.slots,
         "resident_layers": config.kept_layers,
         "gradient_buffers": config.buffers,
+        "presumed_layers": config.presumed,
         "resident_tables": config.keeps_tables,
     }
     every = ranks.calls.every(mine)

@@ -20,6 +20,8 @@ from ondevice.methods.lsp.projected import split  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload import updater  # noqa: E402
+from ondevice.offload.presumed import Presumed  # noqa: E402
+from ondevice.offload.updater import Updater  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
 from tests.offload.faults import LaggingDevice, LateDevice  # noqa: E402
 
@@ -256,6 +258,40 @@ def test_the_end_of_a_backward_pass_waits_for_what_is_still_computed(
     monkeypatch.setattr(offload_engine, "open_device", lambda _: LaggingDevice(0.05))
     ours, trained, _ = train("llama", data, timeout_s=10.0, **values)
     assert ours == losses and furthest(trained, weights) == 0
+
+
+@pytest.mark.parametrize("limit", [1e9, 0.5])
+def test_layers_updated_before_the_norm_is_known_change_no_bit(
+    limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no step is clipped, and where some are."""
+    data = batches(4)
+    values = {"max_grad_norm": limit, "clip": "global", "check_every": 2}
+    presumed = []
+    begin = Presumed.begin
+
+    def noting(self: Any, *rest: Any) -> Any:
+        presumed.append(begin(self, *rest))
+        return presumed[-1]
+
+    monkeypatch.setattr(Presumed, "begin", noting)
+    monkeypatch.setattr(Updater, "end_backward", pausing(Updater.end_backward))
+    losses, weights, _ = train("llama", data, **values)
+    if limit > 1:
+        assert presumed and all(state is not None for state in presumed)
+    monkeypatch.setattr(LspConfig, "presumed", 0)
+    waits, trained, _ = train("llama", data, **values)
+    assert waits == losses and furthest(trained, weights) == 0
+
+
+def pausing(end: Any) -> Any:
+    """End a backward pass when all gradients that came are looked at."""
+
+    def late(self: Any) -> None:
+        self.worker.submit("a pause", lambda: None, 1 << 30).wait()
+        end(self)
+
+    return late
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])

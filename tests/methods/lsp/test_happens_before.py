@@ -13,7 +13,7 @@ from ondevice.methods.lsp import window as lsp_window  # noqa: E402
 from ondevice.methods.lsp.config import LspConfig  # noqa: E402
 from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
-from ondevice.offload import disk_states, store, updater  # noqa: E402
+from ondevice.offload import disk_states, presumed, store, updater  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
@@ -80,7 +80,10 @@ def races(
 ) -> list[Any]:
     """Return the races of steps with and without a check of the bias, an evaluation, what a loaded
     checkpoint sends, and another step."""
-    with checking(monkeypatch, lsp_window, updater, store, disk_states) as (checker, device):
+    with checking(monkeypatch, lsp_window, updater, presumed, store, disk_states) as (
+        checker,
+        device,
+    ):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         model = tiny_model("llama", layers=4, tied=tied).family
         settings = LspConfig(**{"timeout_s": 20.0, "threads": 1, **PROJECTORS, **config})

@@ -52,6 +52,11 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "previous": ({**EXACT, **SMALL, "clip": "previous"}, "llama", {"layers": 3, "tied": False}),
     "layer": ({**EXACT, **SMALL, "clip": "layer"}, "llama", {"layers": 2}),
     "global": ({**EXACT, **SMALL, "clip": "global"}, "llama", {"layers": 3}),
+    "presumed": (
+        {**EXACT, "max_grad_norm": 1.0, "clip": "global", "presumed_layers": 2},
+        "llama",
+        {"layers": 3},
+    ),
     "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
     "parts": ({**EXACT, "loss_tiles": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
     "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from ondevice.core.dims import ModelDims
-from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, Work, needed_bytes, resolve
+from ondevice.methods.slideformer.auto import (
+    HOST_SHARE,
+    SHARE,
+    Room,
+    Work,
+    needed_bytes,
+    presumed_within,
+    resolve,
+)
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY, resident_parameters
 from ondevice.offload.config import Rates
@@ -59,6 +67,23 @@ def test_settings_that_exclude_resident_states_are_respected() -> None:
     exact = chosen(80, 8, max_grad_norm=1.0, clip="global", moments="int8")
     assert exact.resident_layers == 0 and exact.resident_tables is False
     assert chosen(80, 8, max_grad_norm=1.0, loss_tiles=4).keeps_tables
+
+
+def test_exact_clipping_presumes_what_fits_the_host() -> None:
+    """Fewer where the update hides under the forward pass; `host_memory_bytes` is the whole room of a loop."""
+    exact: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "global", "moments": "int8"}
+    plenty, little = chosen(80, 8, 500 * 10**9, **exact), chosen(80, 8, 75 * 10**9, **exact)
+    assert 28 >= plenty.presumed > little.presumed > 0
+    assert chosen(80, 64, 500 * 10**9, **exact).presumed < plenty.presumed
+    assert chosen(80, 8, 500 * 10**9, **exact, presumed_layers=3).presumed == 3
+    assert chosen(80, 8, 500 * 10**9, max_grad_norm=1.0).presumed == 0
+    host = 90 * 10**9
+    loop = SlideformerConfig(**exact, host_memory_bytes=host)
+    layers = presumed_within(loop, DIMS.parameters, DIMS.block_parameters, DIMS.layers)
+    parts = MEMORY.host and MEMORY.host(DIMS, loop.decided(presumed_layers=layers), 1, 1, 4)
+    assert parts and 0 < layers < 28 and sum(parts.values()) <= host
+    open_ended = loop.model_copy(update={"host_memory_bytes": None})
+    assert presumed_within(open_ended, DIMS.parameters, DIMS.block_parameters, 28) == 0
 
 
 def test_ranks_leave_about_as_much_on_the_accelerator() -> None:

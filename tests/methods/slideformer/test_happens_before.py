@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
-from ondevice.offload import disk, disk_states, store, updater  # noqa: E402
+from ondevice.offload import disk, disk_states, presumed, store, updater  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.engine import OffloadEngine  # noqa: E402
 from ondevice.offload.units import SINGLE  # noqa: E402
@@ -30,6 +30,8 @@ CONFIGS: list[dict[str, Any]] = [
     {"activations": "device", "disk_fraction": 1.0, "moments": "int8"},
     {"max_grad_norm": 0.1, "clip": "previous", "resident_layers": 2},
     {"max_grad_norm": 0.1, "clip": "global", "loss_tiles": 2},
+    {"max_grad_norm": 1e6, "clip": "global", "presumed_layers": 3},
+    {"max_grad_norm": 1e6, "clip": "global", "presumed_layers": 5, "optimizer": "torch"},
     {"resident_layers": 2, "resident_tables": True, "micro_batch_size": 1},
     {"resident_layers": 5, "resident_tables": True, "optimizer": "torch"},
     {"resident_tables": True, "max_grad_norm": 0.1, "loss_tiles": 3},
@@ -136,7 +138,7 @@ def races(
     config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Return the races of some steps, an evaluation and another step."""
-    with checking(monkeypatch, updater, store, disk, disk_states) as (checker, device):
+    with checking(monkeypatch, updater, presumed, store, disk, disk_states) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         ranks = CheckedRanks(checker) if ranked else SINGLE
         model = tiny_model("llama", layers=5, tied=tied).family

@@ -1,0 +1,185 @@
+"""What exact clipping costs the schedule: steps with `clip: global` that wait for the norm, and
+steps that presume it.
+
+    python -m benchmarks.slideformer.clipping --record
+
+Lanes of known lengths, so that any machine shows the schedule: copies and updates sleep, on the
+engine of the CPU with a tiny model. A copy of a layer's weights is a forward pass, and two are a
+backward pass: the weights come, and the gradients leave. `--lengths 3x1.5`: an update takes three
+copies, and one that writes beside the old state 1.5 times as long. Engines take turns.
+
+- `not clipped`: no norm; the least that a step can take.
+- `waits`: updates begin after the backward pass.
+- `presumes`: every layer may be, and no step is clipped.
+- `presumes, clipped late`: a limit just below the norm, so that every presumed state is dropped.
+- `presumes, clipped early`: the first gradient exceeds the limit, so that nothing is presumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import finish, parse_args
+from ondevice.methods.slideformer.config import SlideformerConfig
+from ondevice.models.load import tiny_model
+from ondevice.offload import presumed, updater
+from ondevice.offload.engine import OffloadEngine
+from ondevice.offload.units import cut
+
+LAYERS = 6
+COPY_S = 0.08
+"""Seconds of a layer's copy: long compared with what Python does between two."""
+BURST = 3
+"""Steps between two looks at the clock; one before them fills the lanes."""
+NEVER = 1e9
+BELOW = 1 - 1e-4
+COLUMNS = [
+    {"key": "update", "title": "Update over copy", "digits": 1},
+    {"key": "beside", "title": "Presumed update over update", "digits": 1},
+    {"key": "variant", "title": "Steps"},
+    {"key": "step_s", "title": "Step (s)", "digits": 3},
+    {"key": "of_unclipped", "title": "Of not clipped", "digits": 3},
+    {"key": "presumed", "title": "Presumed states a step", "digits": 1},
+]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        default="2x1,3x1,3x1.5",
+        help="of an update, in copies, and of a presumed one, in updates",
+    )
+
+
+class Variant:
+    """An engine, and the seconds of its steps."""
+
+    def __init__(self, ids: np.ndarray, **settings: Any) -> None:
+        family = tiny_model("llama", layers=LAYERS, tied=False).family
+        self.numel = cut(family).layers[0].numel
+        config = SlideformerConfig(
+            window=2, threads=1, activations="device",
+            bus_limit_gb_per_s=2 * self.numel / COPY_S / 1e9, **settings,
+        )  # fmt: skip
+        self.engine = OffloadEngine(family, config, "cpu")
+        self.ids = ids
+        self.steps = self.begun = 0
+        self.seconds: list[float] = []
+        self.states: Any = self.engine.updater.presumed
+        begin = self.states.begin
+
+        def counted(*rest: Any) -> Any:
+            state = begin(*rest)
+            self.begun += state is not None
+            return state
+
+        self.states.begin = counted
+
+    def step(self) -> None:
+        self.engine.step(self.ids, self.ids, self.steps, 1e-9)
+        self.steps += 1
+
+    def burst(self) -> None:
+        self.step()
+        started = time.perf_counter()
+        for _ in range(BURST):
+            self.step()
+        self.seconds.append((time.perf_counter() - started) / BURST)
+        self.engine.flush()
+
+    def row(self, name: str, unclipped: list[float]) -> dict[str, Any]:
+        return {
+            "variant": name,
+            "step_s": self.seconds,
+            "of_unclipped": min(self.seconds) / min(unclipped),
+            "presumed": self.begun / self.steps,
+        }
+
+
+@contextmanager
+def sleeping(numel: int, update: float, beside: float) -> Iterator[None]:
+    """Let updates sleep by their length; what is no layer's is a small part of one."""
+
+    def late(gradient: torch.Tensor, *_: Any, into: Any = None, **__: Any) -> None:
+        copies = update * (1.0 if into is None else beside)
+        time.sleep(COPY_S * copies * min(1.0, len(gradient) / numel))
+
+    before = updater.layer_adam, presumed.layer_adam
+    updater.layer_adam = presumed.layer_adam = late
+    try:
+        yield
+    finally:
+        updater.layer_adam, presumed.layer_adam = before
+
+
+@contextmanager
+def opened() -> Iterator[dict[str, Variant]]:
+    """The engines, all on the same batch."""
+    ids = np.random.default_rng(0).integers(0, 256, (1, 8))
+    every: dict[str, Variant] = {}
+    exact: dict[str, Any] = {"clip": "global", "max_grad_norm": NEVER}
+
+    def add(name: str, **settings: Any) -> Variant:
+        every[name] = Variant(ids, **settings)
+        return every[name]
+
+    try:
+        add("not clipped")
+        waits = add("waits", **exact, presumed_layers=0)
+        waits.step()
+        waits.engine.flush()
+        norm = waits.engine.updater.clipping.now.norm
+        exact["presumed_layers"] = LAYERS
+        add("presumes", **exact)
+        add("presumes, clipped late", **(exact | {"max_grad_norm": BELOW * norm}))
+        add("presumes, clipped early", **(exact | {"max_grad_norm": 1e-6 * norm}))
+        yield every
+    finally:
+        for one in every.values():
+            one.engine.close()
+
+
+def schedule(update: float, beside: float, repeats: int) -> list[dict[str, Any]]:
+    """Rows of one pair of lengths."""
+    with opened() as every:
+        numel = next(iter(every.values())).numel
+        for one in every.values():
+            one.steps = one.begun = 0
+        with sleeping(numel, update, beside):
+            for turn in range(repeats):
+                names = list(every)
+                for name in reversed(names) if turn % 2 else names:
+                    every[name].burst()
+        unclipped = every["not clipped"].seconds
+        lengths = {"update": update, "beside": beside}
+        return [{**lengths, **one.row(name, unclipped)} for name, one in every.items()]
+
+
+def main() -> None:
+    args = parse_args(__doc__, arguments, repeats=3)
+    rows = []
+    for pair in args.lengths.split(","):
+        update, beside = map(float, pair.split("x"))
+        rows += schedule(update, beside, args.repeats)
+    finish(
+        "slideformer/clipping",
+        rows,
+        args,
+        columns=COLUMNS,
+        title="SlideFormer: exact clipping, waiting for the norm and presuming it, by lanes of known lengths",
+        notes=[
+            "Of not clipped: of the quickest of the bursts of three steps each, as whatever else the "
+            "machine does only adds to a sleep."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
