@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
 from pathlib import Path
@@ -41,6 +43,9 @@ PRELOADED = (
     "typer",
     "rich.console",
 )
+FOR_EXPORTS = ("executorch.exir", "executorch.backends.xnnpack.partition.xnnpack_partitioner")
+"""The same of programs that export one; imported if ExecuTorch is installed."""
+STARTS_S = 300
 AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
@@ -100,9 +105,12 @@ class Warm:
 
     Args:
         preloaded: modules that it imports first.
+        wait: until it has; otherwise commands before it start Python as ever.
     """
 
-    def __init__(self, folder: Path, preloaded: tuple[str, ...] = PRELOADED) -> None:
+    def __init__(
+        self, folder: Path, preloaded: tuple[str, ...] = PRELOADED, wait: bool = True
+    ) -> None:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
         address, client = str(folder / "socket"), folder / "client.py"
@@ -123,12 +131,35 @@ class Warm:
         command = [sys.executable, __file__, address, *preloaded]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n", "the process that forks did not start"
+        if wait:
+            assert self.process.stdout.readline() == b"ready\n", "the process that forks has ended"
+
+    @classmethod
+    def of_another(cls, folder: Path, environment: dict[str, str]) -> Warm:
+        """Return the commands of one that another process has started in `folder` and ends."""
+        warm = cls.__new__(cls)
+        warm.folder, warm.environment, warm.process = folder, environment, None
+        warm.python, warm.ondevice = folder / "python", folder / "ondevice"
+        until = time.monotonic() + STARTS_S
+        while True:
+            with socket.socket(socket.AF_UNIX) as link:
+                try:
+                    link.connect(str(folder / "socket"))
+                    return warm
+                except (FileNotFoundError, ConnectionRefusedError):
+                    assert time.monotonic() < until, "the process that forks did not start"
+            time.sleep(0.05)
 
     def close(self) -> None:
         """End it, and with it what it has started."""
         if self.process is not None:
             self.process.communicate()
+
+
+def preloaded() -> tuple[str, ...]:
+    """Return what the process of all tests imports: with ExecuTorch, if it is installed."""
+    has_executorch = importlib.util.find_spec("executorch") is not None
+    return (*PRELOADED, *FOR_EXPORTS) if has_executorch else PRELOADED
 
 
 def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
