@@ -250,7 +250,7 @@ def _traced_once() -> Iterator[None]:
         yield
 
 
-def _copy_views(module: Any) -> PassResult:
+def _copy_views(module: Any) -> PassResult | None:
     if any(isinstance(inner, GraphModule) for inner in module.children()):
         return views.ReplaceViewOpsWithViewCopyOpsPass()(module)
     for node in module.graph.nodes:
