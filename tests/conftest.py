@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.sampling import left_out
-from tests.warm import Warm
+from tests.warm import Warm, preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 gc.set_threshold(
@@ -23,6 +24,7 @@ gc.set_threshold(
 )  # a graph is hundreds of thousands of objects; 6% of the CPU time of three files
 GROWN_BYTES = 512 << 20
 _frozen_bytes = 0
+_WARM = pytest.StashKey[Warm]()
 
 # Tests never reach for the network: a model that is not on this machine is an error at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -98,11 +100,34 @@ def root() -> Path:
     return ROOT
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process of `warm` once for all workers of a run, while they collect the tests."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not getattr(config.option, "numprocesses", None) or config.option.collectonly:
+        return
+    folder = tempfile.TemporaryDirectory()
+    processes = Warm(Path(folder.name), preloaded(), wait=False)
+    config.stash[_WARM] = processes
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(processes.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where the process of `warm` is."""
+    processes = node.config.stash.get(_WARM, None)
+    if processes is not None and processes.process is not None:
+        node.workerinput["warm"] = (str(processes.folder), processes.environment)
+
+
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
+def warm(pytestconfig: pytest.Config) -> Iterator[Warm]:
     """Commands `python` and `ondevice` that begin with torch and transformers imported."""
+    if shared := getattr(pytestconfig, "workerinput", {}).get("warm"):
+        yield Warm.of_another(Path(shared[0]), shared[1])
+        return
     with tempfile.TemporaryDirectory() as folder:
-        processes = Warm(Path(folder))
+        processes = Warm(Path(folder), preloaded())
         yield processes
         processes.close()
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _needs_forks(warm: Warm) -> None:
-    if warm.process is None:
+    if not warm.forks:
         pytest.skip("imports start threads here")
 
 
@@ -80,7 +80,7 @@ def test_where_imports_start_threads_python_starts_as_ever(
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         cold = Warm(tmp_path, ("json",))
-    assert cold.process is None
+    assert not cold.forks and not Warm.of_another(tmp_path, {}).forks
     assert ended(cold, "-c", "import sys; print('torch' in sys.modules)") == (0, "False\n", "")
     cold.close()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
 from pathlib import Path
@@ -41,6 +43,9 @@ PRELOADED = (
     "typer",
     "rich.console",
 )
+FOR_EXPORTS = ("executorch.exir", "executorch.backends.xnnpack.partition.xnnpack_partitioner")
+"""The same of programs that export one; imported if ExecuTorch is installed."""
+STARTS_S = 300
 AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
@@ -64,6 +69,8 @@ LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET, *BY_IMPORTS)
 """Beginnings of those that are read later, as what `torchrun` sets for each of its processes."""
 CLONE_NEWNET = 0x40000000
 HEADER_BYTES = 8
+COLD = "cold"
+"""File beside the socket that says that nobody listens there: imports started threads."""
 CLIENT = """import json, os, signal, socket, sys
 words = sys.argv[1:]
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -100,9 +107,12 @@ class Warm:
 
     Args:
         preloaded: modules that it imports first.
+        wait: until it has; otherwise commands before it start Python as ever.
     """
 
-    def __init__(self, folder: Path, preloaded: tuple[str, ...] = PRELOADED) -> None:
+    def __init__(
+        self, folder: Path, preloaded: tuple[str, ...] = PRELOADED, wait: bool = True
+    ) -> None:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
         address, client = str(folder / "socket"), folder / "client.py"
@@ -116,6 +126,7 @@ class Warm:
             path.chmod(0o755)
         self.environment = dict(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
+        self.forks = False
         # Elsewhere the commands start Python as ever, and so they do if imports start threads, as on
         # some hosts: nobody listens at the address then.
         if sys.platform != "linux" or os.environ.get("ONDEVICE_TESTS_COLD"):
@@ -123,16 +134,41 @@ class Warm:
         command = [sys.executable, __file__, address, *preloaded]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        assert said in (b"ready\n", b"cold\n"), "the process that forks did not start"
-        if said == b"cold\n":
-            self.close()
-            self.process = None
+        if wait:
+            said = self.process.stdout.readline()
+            assert said in (b"ready\n", b"cold\n"), "the process that forks has ended"
+            self.forks = said == b"ready\n"
+
+    @classmethod
+    def of_another(cls, folder: Path, environment: dict[str, str]) -> Warm:
+        """Return the commands of one that another process has started in `folder` and ends."""
+        warm = cls.__new__(cls)
+        warm.folder, warm.environment, warm.process = folder, environment, None
+        warm.python, warm.ondevice = folder / "python", folder / "ondevice"
+        warm.forks = True
+        until = time.monotonic() + STARTS_S
+        while True:
+            with socket.socket(socket.AF_UNIX) as link:
+                try:
+                    link.connect(str(folder / "socket"))
+                    return warm
+                except (FileNotFoundError, ConnectionRefusedError):
+                    warm.forks = not (folder / COLD).exists()
+                    if not warm.forks:
+                        return warm
+                    assert time.monotonic() < until, "the process that forks did not start"
+            time.sleep(0.05)
 
     def close(self) -> None:
         """End it, and with it what it has started."""
         if self.process is not None:
             self.process.communicate()
+
+
+def preloaded() -> tuple[str, ...]:
+    """Return what the process of all tests imports: with ExecuTorch, if it is installed."""
+    has_executorch = importlib.util.find_spec("executorch") is not None
+    return (*PRELOADED, *FOR_EXPORTS) if has_executorch else PRELOADED
 
 
 def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
@@ -339,6 +375,7 @@ def _main() -> None:
         __import__(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # such a process cannot fork safely
         print(f"{threads} threads after importing {sys.argv[2:]}: no forks", file=sys.stderr)
+        Path(sys.argv[1]).with_name(COLD).touch()
         os.write(1, b"cold\n")
         return
     gc.freeze()

@@ -21,7 +21,14 @@ from executorch.backends.xnnpack import _passes as xnnpack_passes
 from executorch.exir._serialize import _dataclass
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.pass_base import ExportPass, PassResult
+from executorch.exir.passes.dim_order_ops_registry import MemoryFormatOpsMap
+from executorch.exir.passes.legalize_portable_dim_order_pass import LegalizePortableDimOrderPass
+from executorch.exir.passes.memory_format_ops_pass import DimOrderOpsRevertPass, MemoryFormatOpsPass
+from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
+from executorch.exir.passes.replace_aten_with_edge_pass import OpReplacePass
 from executorch.exir.program import _program as edge
+from torch._export.passes import replace_view_ops_with_view_copy_ops_pass as views
+from torch._ops import OpOverload
 from torch.export import ExportedProgram, exported_program
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
@@ -47,6 +54,7 @@ TRACING = (
 VIEWS = ("NormalizeTransposePass", "ReplaceBrokenOpsWithFunctionalOpsPass")
 """Passes that make copies of views, and do nothing in a graph without any; each would trace the
 whole graph."""
+ABOUT_DIM_ORDER = (DimOrderOpsRevertPass, LegalizePortableDimOrderPass)
 COLLECT_AFTER = 100_000
 """New objects between two collections; a graph is made of so many that the default of 700 looks at
 it all day."""
@@ -70,6 +78,9 @@ def shortcuts() -> Iterator[None]:
     - A pass that edits a graph traces it again in the end; if it has edited nothing, that is
       left out. So are passes that replace views in a graph that has none, and symbolic numbers:
       shapes are fixed here.
+    - The three passes that make a graph one of ExecuTorch's operators trace it once, not each on
+      its own; views become copies in the graph, which the pass behind traces. Passes about the
+      order of dimensions trace no graph in which they find nothing to change.
     - Types of the file formats' data classes are resolved once for a class, not for each of its
       objects.
     - The garbage collector looks less often, and not at what was there before.
@@ -99,6 +110,7 @@ def shortcuts() -> Iterator[None]:
             _functional_and_valid_once(),
             _code_when_called(),
             _traced_when_edited(),
+            _traced_once(),
             patch.object(NodeSource, "__deepcopy__", lambda self, memo: self, create=True),
             patch.object(LoweredBackendModule, "__deepcopy__", lambda self, memo: self),
             patch.object(xnnpack_passes, "_transform", transform_unless_vision),
@@ -193,6 +205,8 @@ def _traced_when_edited() -> Iterator[None]:
             kind.__name__ in VIEWS and not _has_views(module)
         ):
             return PassResult(module, False)
+        if isinstance(step, ABOUT_DIM_ORDER) and not _changes_dim_order(step, module):
+            return PassResult(module, False)
         edits = all(
             getattr(kind, name, None) is getattr(ExportPass, name, None) for name in TRACING
         )
@@ -204,6 +218,62 @@ def _traced_when_edited() -> Iterator[None]:
 
     with patch.object(ExportPass, "call", trace_if_edited):
         yield
+
+
+class _WithoutDimOrder(RemoveMixedTypeOperators, OpReplacePass):
+    """Each operator goes from one pass to the next, as their calls of `super()` have it."""
+
+
+class _WithDimOrder(RemoveMixedTypeOperators, OpReplacePass, MemoryFormatOpsPass):
+    """The same with the pass behind them."""
+
+
+@contextmanager
+def _traced_once() -> Iterator[None]:
+    generate, passes = edge._generate_edge_program, edge._get_aten_to_edge_passes
+
+    def passes_before(config: Any) -> Any:
+        before, after = passes(config)
+        return [step for step in before if not isinstance(step, RemoveMixedTypeOperators)], after
+
+    def generate_once(config: Any, *arguments: Any, **options: Any) -> Any:
+        kind = _WithoutDimOrder if config._skip_dim_order else _WithDimOrder
+        with (
+            patch.object(edge, "_get_aten_to_edge_passes", passes_before),
+            patch.object(edge, "OpReplacePass", kind),
+            patch.object(edge, "MemoryFormatOpsPass", lambda: lambda it: PassResult(it, False)),
+            patch.object(edge, "ReplaceViewOpsWithViewCopyOpsPass", lambda: _copy_views),
+        ):
+            return generate(config, *arguments, **options)
+
+    with patch.object(edge, "_generate_edge_program", generate_once):
+        yield
+
+
+def _copy_views(module: Any) -> PassResult | None:
+    if any(isinstance(inner, GraphModule) for inner in module.children()):
+        return views.ReplaceViewOpsWithViewCopyOpsPass()(module)
+    for node in module.graph.nodes:
+        if isinstance(node.target, OpOverload):
+            functional = views._NON_FUNCTIONAL_OPS_TO_FUNCTIONAL_OPS.get(node.target)
+            node.target = (
+                functional or views.get_view_copy_of_view_op(node.target._schema) or node.target
+            )
+    return PassResult(module, True)
+
+
+def _changes_dim_order(step: Any, module: Any) -> bool:
+    """Return True if one of the two passes about the order of dimensions has something to do."""
+    for node in module.graph.nodes:
+        if isinstance(step, DimOrderOpsRevertPass) and node.target in MemoryFormatOpsMap:
+            return True
+        if (
+            isinstance(step, LegalizePortableDimOrderPass)
+            and node.target in step._target_ops
+            and (value := node.args[0].meta["val"]).dim_order() != tuple(range(value.dim()))
+        ):
+            return True
+    return any(isinstance(inner, GraphModule) for inner in module.children())
 
 
 def _has_views(module: Any) -> bool:

@@ -45,7 +45,7 @@ from ondevice.gguf.quants import (
     rounded,
     types_of,
 )
-from ondevice.gguf.read import stored_weight
+from ondevice.gguf.read import read_fields, stored_weight
 from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import write_gguf
 from ondevice.gguf.write_tokenizer import ENDS, split_ends, write_tokenizer
@@ -286,12 +286,10 @@ def _describe(writer: GGUFWriter, loaded: LoadedModel, request: Request, name: s
 
 def read_tensors(path: Path, loaded: LoadedModel) -> Iterator[tuple[str, np.ndarray]]:
     """Read the tensors of a model's file back: dequantised, with transformers' names and layout."""
-    from gguf import GGUFReader
-
     family = type(loaded.family)
     dims = loaded.dims
     names = gguf_parts(family, dims, architecture_of(family, dims))
-    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in read_fields(path).tensors}
     for name, parts in names.items():
         if all(part in tensors for part in parts):
             yield name, from_gguf(family, name, stored_weight(tensors, parts), dims)
@@ -305,9 +303,7 @@ def _check_stored(
     Raises:
         VerificationError: names a tensor that is missing, not planned, or different.
     """
-    from gguf import GGUFReader
-
-    stored = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+    stored = {tensor.name: tensor.data for tensor in read_fields(path).tensors}
     wrong = sorted(stored.keys() ^ plan.keys())
     wrong += [
         name

@@ -20,6 +20,7 @@ from ondevice.data.tasks.trained import to_text
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
 from ondevice.gguf.names import architecture_of, gguf_names, to_gguf
+from ondevice.gguf.read import read_fields
 from ondevice.gguf.task import GGUF_KEY
 from ondevice.gguf.write import write_gguf
 from ondevice.models.families.base import Family
@@ -72,9 +73,9 @@ def read(
     path: Path, request: Request, family: type[Family], dims: ModelDims, names: dict[str, str]
 ) -> Adapter:
     """Read an adapter back under PEFT's names and in PEFT's layout."""
-    from gguf import GGUFReader, Keys
+    from gguf import Keys
 
-    reader = GGUFReader(path)
+    reader = read_fields(path)
     stored = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     alpha = reader.get_field(Keys.Adapter.LORA_ALPHA)
     tensors = {}

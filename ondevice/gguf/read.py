@@ -44,7 +44,7 @@ def open_gguf(path: Path) -> GGUFReader:
         types = check_gguf(path)
         known = {int(kind) for kind in gguf.GGMLQuantizationType}
         if not types - known:
-            return gguf.GGUFReader(path)
+            return read_fields(path)
     except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise ModelError(
             f"{path} is damaged or not a GGUF file",
@@ -58,6 +58,13 @@ def open_gguf(path: Path) -> GGUFReader:
         received=f"type {min(types - known)}",
         hint="pip install -U gguf, or use a file of another quantisation",
     )
+
+
+def read_fields(path: Path) -> GGUFReader:
+    """Open a GGUF file that was just written or checked."""
+    from ondevice.gguf.reader import QuickReader
+
+    return QuickReader(path)
 
 
 def write_safetensors(

@@ -117,7 +117,7 @@ def host_memory(
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
         "masters and moments": int(every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold),
-        "presumed states": int(min(config.presumed, layers) * wire * (4 + moments)),
+        "presumed states": int(min(config.presumed, layers) * each * (4 + moments)),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * widest + own) * item,
         "weights on the host": dims.layers * dims.block_parameters * item * slides(dims, config),
