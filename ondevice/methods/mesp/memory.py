@@ -335,7 +335,7 @@ def blocks_memory(
     vectors = 1 + MOMENTS[config.optimizer]
     tile = head_tile_rows(dims, config)
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
-    dense = 4 * max(matrices) * (quantize in ("int8", "q4"))
+    dense = 4 * max(matrices) * (quantize in ("int8", "q4", "8da4w"))
     head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden)
     if quantize != "none":
         head += 4 * tile * dims.hidden
