@@ -41,6 +41,23 @@ def rounded(x: Tensor) -> Tensor:
     return scale * ((x / scale + zero + 0.5).floor().clamp(0.0, 255.0) - zero)
 
 
+def grouped(x: Tensor) -> Tensor:
+    """Return x as 8 bits with a scale for each group of 32 make it."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127.0
+    levels = (groups / torch.where(scales > 0, scales, 1.0) + 0.5).floor()
+    return (levels * scales).flatten(-2)
+
+
+def in_8_bits(matrix: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the integers that a matrix of 4 bits is rounded to for g W, and a scale for each row."""
+    low = mins.to(matrix.dtype)
+    high = low + 15.0 * scales.to(matrix.dtype)
+    largest = torch.maximum(low.abs(), high.abs()).amax(1)
+    rows = torch.where(largest > 0, largest / 127.0, 1.0)
+    return (matrix / rows[:, None] + 0.5).floor(), rows
+
+
 def _matrix_shape(
     name: str, weight: Tensor, scales: Tensor | None, mins: Tensor | None
 ) -> list[int]:
@@ -76,8 +93,8 @@ def _linear_shape(
         expect("block_linear", "b", b, torch.float32, (h.shape[1], width))
     if into is not None:
         expect("block_linear", "into", into, torch.float32, (rows, width))
-    if integers and (scales is None or mins is not None):
-        raise ModelError("ondevice::block_linear multiplies integers with weights in 8 bits")
+    if integers and scales is None:
+        raise ModelError("ondevice::block_linear multiplies integers with packed weights")
     return x.new_empty(rows, width)
 
 
@@ -85,7 +102,14 @@ def _linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, mins: Tensor | None, bias: Tensor | None,
     h: Tensor | None, b: Tensor | None, into: Tensor | None, scale: float, transposed: bool, integers: bool,
 ) -> Tensor:  # fmt: skip
-    if integers and scales is not None:
+    if integers and scales is not None and mins is not None:
+        matrix = dense(weight, scales, mins).to(x.dtype)
+        if transposed:
+            levels, rows = in_8_bits(matrix, scales, mins)
+            y = rounded(x * rows) @ levels
+        else:
+            y = functional.linear(grouped(x), matrix)
+    elif integers and scales is not None:
         levels = weight.to(x.dtype)
         if transposed:
             y = rounded(x * scales) @ levels
@@ -186,6 +210,31 @@ def _weights(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     p = _weights(q, k, scale, window)
     return torch.einsum("bkgts,bskh->btkgh", p, v).flatten(2, 3)
+
+
+def _attend_cached_shape(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float
+) -> Tensor:
+    expect("attend_cached", "q", q, torch.float32, (1, None, None, None))
+    heads, width = k.shape[2], q.shape[3]
+    expect("attend_cached", "keys", keys, torch.float32, (heads, width, None))
+    expect("attend_cached", "values", values, torch.float32, (heads, keys.shape[2], width))
+    expect("attend_cached", "start", start, torch.int64, (1,))
+    return _attend_shape(q, k, v, scale, 0)
+
+
+def _attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float
+) -> Tensor:
+    tokens, context = q.shape[1], keys.shape[2]
+    by_group = q.unflatten(2, (k.shape[2], -1))
+    old = torch.einsum("btkgh,khc->bkgtc", by_group, keys) * scale
+    old = old.masked_fill(torch.arange(context, device=q.device) >= start, float("-inf"))
+    young = torch.einsum("btkgh,bskh->bkgts", by_group, k) * scale
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+    p = torch.cat((old, young.masked_fill(hidden, float("-inf"))), -1).softmax(-1)
+    read = torch.einsum("bkgtc,kch->btkgh", p[..., :context], values)
+    return (read + torch.einsum("bkgts,bskh->btkgh", p[..., context:], v)).flatten(2, 3)
 
 
 def _attend_backward_shape(
@@ -315,6 +364,12 @@ define(
     "Tensor q, Tensor k, Tensor v, float scale, int window",
     fake=_attend_shape,
     reference=_attend,
+)
+define(
+    "attend_cached",
+    "Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor start, float scale",
+    fake=_attend_cached_shape,
+    reference=_attend_cached,
 )
 define(
     "attend_backward",

@@ -30,7 +30,7 @@ def cases() -> list[dict[str, Any]]:
     return [
         *(
             {**linear, "form": form, "transposed": transposed}
-            for form in ("float", "int8", "q4", "integers")
+            for form in ("float", "int8", "q4", "integers", "q4_integers")
             for transposed in (0, 1)
         ),
         {"op": "narrow_linear", **wide, "rank": 9},
@@ -41,6 +41,7 @@ def cases() -> list[dict[str, Any]]:
         {"op": "swiglu", **wide},
         {"op": "swiglu_gate", **wide},
         *({"op": op, **heads, "window": window} for op in ("attend", "attend_backward") for window in (0, 5)),
+        {"op": "attend_cached", **heads, "context": 41, "start": 37},
         {"op": "head_step", "form": "float", "vocabulary": 301, "depth": 9, "labels": labels},
         {"op": "head_step", "form": "int8", "vocabulary": 301, "depth": 9, "labels": labels},
         {"op": "block_adam", "width": 37},
@@ -58,6 +59,17 @@ def arguments(case: dict[str, Any]) -> list[Any]:
         weight, scales, _ = _matrix(case["form"], case["vocabulary"], case["depth"])
         weights = np.abs(draws.normals(5, len(labels)))
         return [x, weight, scales, labels, weights, False]
+    if op == "attend_cached":
+        tokens, heads, kv_heads, width = (
+            case[key] for key in ("tokens", "heads", "kv_heads", "width")
+        )
+        new = [1, tokens, kv_heads, width]
+        kept = [kv_heads, width, case["context"]], [kv_heads, case["context"], width]
+        return [
+            *_drawn([[1, tokens, heads, width], new, new, *kept]),
+            np.array([case["start"]]),
+            SCALE,
+        ]
     if op in ("attend", "attend_backward"):
         queries = [case[key] for key in ("rows", "tokens", "heads", "width")]
         keys = [case[key] for key in ("rows", "tokens", "kv_heads", "width")]
@@ -105,7 +117,7 @@ def _matrix(form: str, outputs: int, inputs: int) -> tuple[np.ndarray, Any, Any]
     """A matrix, its scales and its minima, of streams 2 to 4."""
     if form == "float":
         return draws.normals(2, outputs, inputs), None, None
-    if form == "q4":
+    if form.startswith("q4"):
         groups = (outputs, inputs // GROUP)
         packed = draws.some_bytes(2, outputs, inputs // 2)
         return packed, draws.halves(3, 0x2800, *groups), draws.halves(4, 0xB400, *groups)
@@ -122,7 +134,7 @@ def _linear_arguments(case: dict[str, Any]) -> list[Any]:
     rows, rank = case["rows"], case["rank"]
     shapes = {1: (rows, length), 5: (width,), 6: (rows, rank), 7: (rank, width), 8: (rows, width)}
     x, bias, h, b, into = (draws.normals(stream, *shape) for stream, shape in shapes.items())
-    flags = (bool(case["transposed"]), form == "integers")
+    flags = (bool(case["transposed"]), form.endswith("integers"))
     return [x, *matrix, bias, h, b, into, SCALE, *flags]
 
 
@@ -143,8 +155,23 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return scale * (np.floor(x / scale + zero + 0.5).clip(0, 255) - zero)
 
 
+def _grouped(x):
+    groups = x.reshape(len(x), -1, GROUP)
+    scale = np.abs(groups).max(-1, keepdims=True) / 127
+    return (scale * np.floor(groups / scale + 0.5)).reshape(x.shape)
+
+
 def _linear(x, weight, scales, mins, bias, h, b, into, scale, transposed, integers):
-    if not integers:
+    if integers and mins is not None:
+        matrix = _dense(weight, scales, mins)
+        low = mins.astype(np.float64)
+        largest = np.maximum(np.abs(low), np.abs(low + 15.0 * scales.astype(np.float64))).max(1)
+        rows = largest / 127
+        if transposed:
+            y = _rounded(x * rows) @ np.floor(matrix / rows[:, None] + 0.5)
+        else:
+            y = _grouped(x) @ matrix.T
+    elif not integers:
         matrix = _dense(weight, scales, mins)
         y = x @ matrix if transposed else x @ matrix.T
     elif transposed:
@@ -184,6 +211,14 @@ def _probabilities(q, k, scale, window):
 def _attend(q, k, v, scale, window):
     p, _ = _probabilities(q, k, scale, window)
     return np.einsum("bhts,bshd->bthd", p, np.repeat(v, q.shape[2] // k.shape[2], 2))
+
+
+def _attend_cached(q, k, v, keys, values, start, scale):
+    start = int(start[0])
+    every_k = np.concatenate((np.moveaxis(keys, 2, 0)[None, :start], k), 1)
+    every_v = np.concatenate((np.moveaxis(values, 1, 0)[None, :start], v), 1)
+    first = np.zeros((1, start, *q.shape[2:]))
+    return _attend(np.concatenate((first, q), 1), every_k, every_v, scale, 0)[:, start:]
 
 
 def _attend_backward(g, q, k, v, scale, window):
@@ -228,6 +263,7 @@ _RESULTS: dict[str, Any] = {
     "swiglu": lambda gate, up: gate * _sigmoid(gate) * up,
     "swiglu_gate": lambda gate, up, g: g * up * _sigmoid(gate) * (1 + gate * (1 - _sigmoid(gate))),
     "attend": _attend,
+    "attend_cached": _attend_cached,
     "attend_backward": _attend_backward,
     "head_step": _head_step,
     "block_adam": _adam,

@@ -171,6 +171,15 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "two layers",
         {"export.quantize": "8da8w", "export.batch_size": 2, "method.optimizer": "sgd"},
     ),
+    "blocks, 8da4w": (
+        "qwen2 with bias",
+        {
+            "export.quantize": "8da4w",
+            "export.batch_size": 2,
+            "export.context_tokens": 40,
+            "method.optimizer": "sgd",
+        },
+    ),
     "blocks, q4": (
         "qwen2 with bias",
         {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40, **ONE_ROW},

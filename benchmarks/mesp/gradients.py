@@ -3,7 +3,7 @@ checks, on SmolLM2-135M.
 
     python -m benchmarks.mesp.gradients                     all layers, 8 rows of 32 tokens, every form; minutes
     python -m benchmarks.mesp.gradients --layers 2          its first layers
-    python -m benchmarks.mesp.gradients --forms int8,8da8w  some of: none, int8, q4, 8da8w
+    python -m benchmarks.mesp.gradients --forms int8,8da8w  some of: none, int8, q4, 8da8w, 8da4w
 
 Each program runs in the ExecuTorch runtime, at an adapter that is not zero. Its gradients are held
 against automatic differentiation in eager PyTorch, over the same rounded weights and over

@@ -1,7 +1,7 @@
 """Where a block program's step spends its time: CPU seconds by function and operator.
 
 python -m benchmarks.mesp.profile                         SmolLM2-135M, 128 labelled tokens, every form
-python -m benchmarks.mesp.profile --forms none            some forms: none, int8, q4, 8da8w
+python -m benchmarks.mesp.profile --forms none            some forms: none, int8, q4, 8da8w, 8da4w
 python -m benchmarks.mesp.profile --programs DIR          artifacts that lie in DIR by form, instead of new ones
 python -m benchmarks.mesp.profile --top 8                 operators of each function that are listed
 

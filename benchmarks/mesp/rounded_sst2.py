@@ -119,6 +119,7 @@ def round_weights(loaded: Any, form: str) -> Any:
     from ondevice.methods.mesp.block_functions import LINEAR_FORMS, TABLE_FORMS
     from ondevice.methods.mesp.frozen import Q4
     from ondevice.methods.mesp.torch.kernels import TorchKernels
+    from ondevice.runtime_ops.block_ops import grouped
 
     with torch.no_grad():
         for name, weight in loaded.model.named_parameters():
@@ -129,11 +130,12 @@ def round_weights(loaded: Any, form: str) -> Any:
                 packed = kind.pack(name, weight.float())
                 weight.copy_(
                     Q4.unpack(name, packed)[1]
-                    if len(packed) == 3 and form == "q4"
+                    if form in ("q4", "8da4w") and len(packed) == 3
                     else kind.matrix(name, packed).dense()
                 )
-    if form != "8da8w":
+    if not form.startswith("8da"):
         return None
+    by_group = form == "8da4w"
 
     class Integers(TorchKernels):
         """Products of a frozen matrix with rows in 8 bits; the scale of W's rows goes with g
@@ -142,12 +144,17 @@ def round_weights(loaded: Any, form: str) -> Any:
         def frozen_linear(
             self, x: Tensor, matrix: Any, bias: Tensor | None, into: Tensor | None
         ) -> Tensor:
-            return super().frozen_linear(eight_bits(x), matrix, bias, into)
+            return super().frozen_linear(
+                (grouped if by_group else eight_bits)(x), matrix, bias, into
+            )
 
         def frozen_backward(self, g: Tensor, matrix: Any, into: Tensor | None) -> Tensor:
             weight = matrix.dense()
             scales = weight.abs().amax(-1) / 127
-            return self.add_product(into, eight_bits(g * scales), weight / scales[:, None])
+            levels = weight / scales[:, None]
+            if by_group:
+                levels = levels.round()
+            return self.add_product(into, eight_bits(g * scales), levels)
 
     return Integers()
 

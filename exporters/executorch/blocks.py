@@ -273,6 +273,8 @@ class BlocksSession(ExecutorchSession):
 
     def head(self, hidden: Tensor) -> np.ndarray:
         """Logits float32 [vocab] of one position's hidden state [1, D]."""
+        if self.fused and f"{FUSED}logits" in self.spec.methods:
+            return self._call_block("logits", {"hidden": hidden})["logits"].numpy()[0].copy()
         logits = np.empty(self.spec.vocab, np.float32)
         for low, _ in self.tiles:
             values = self._call_block("head_logits", {"hidden": hidden}, first=low)[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.core.program import FUSED
 from ondevice.nn.adapters import adapted
 
 if TYPE_CHECKING:
@@ -41,10 +42,17 @@ class BlocksModel:
             raise ArtifactError("the program has no functions that generate", hint=hint)
         self.session = session
         methods = session.spec.methods
-        self.piece_tokens = methods["embed_prefill"].inputs[0].shape[1]
-        self.decodes = (
-            "block_decode" in methods
-        )  # else a token goes through what reads many, filled up
+        # Of one token too, or it goes through what reads many, filled up.
+        names = ["embed_prefill", "embed_decode"]
+        if session.fused:
+            names.append(FUSED + "embed_read")
+        self.sizes = {
+            methods[name].inputs[0].shape[1]: name.rpartition("_")[2]
+            for name in names
+            if name in methods
+        }
+        """Tokens of a pass, and what its functions are called."""
+        self.piece_tokens = max(self.sizes)
         keys, values = (
             next(one for one in methods["block_prefill"].inputs if one.role == role).shape
             for role in KEPT
@@ -82,14 +90,23 @@ class BlocksModel:
 
     def _feed(self, ids: Sequence[int]) -> np.ndarray:
         while True:
-            reads_many = len(ids) > 1 and self.read + self.piece_tokens <= self.context_tokens
-            many = self.piece_tokens if reads_many or not self.decodes else 1
+            many = self._size(len(ids))
             part = ids[:many]
             ids = ids[many:]
             hidden = self._pass(part, many)
             self.read += len(part)
             if not ids:
                 return self._head(hidden[len(part) - 1 : len(part)].contiguous())
+
+    def _size(self, tokens: int) -> int:
+        """Return the tokens of the next pass: the most that the context has room for; more
+        than half of the widest pass is real."""
+        room = self.context_tokens - self.read
+        for size in sorted(self.sizes, reverse=True):
+            widest = len(self.sizes) > 2 and size == self.piece_tokens
+            if size <= room and tokens > (size // 2 if widest else 1):
+                return size
+        return min(self.sizes)
 
     def _head(self, hidden: Tensor) -> np.ndarray:
         logits = self.session.head(hidden)
@@ -106,7 +123,7 @@ class BlocksModel:
         and not kept."""
         import torch
 
-        name = "prefill" if size == self.piece_tokens else "decode"
+        name = self.sizes[size]
         session = self.session
         row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
         x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]

@@ -327,7 +327,7 @@ def _rounding_problems(job: ExportJob, program: GraphProgram) -> list[str]:
     if job.export.rounding != "rows":
         return []
     if job.export.quantize not in program.chosen:
-        return ["export.rounding is rows: it is for --method mesp --quantize q4"]
+        return ["export.rounding is rows: it is for --method mesp --quantize q4 or 8da4w"]
     if job.rows is None:
         return ["export.rounding is rows: name rows of the task (--data)"]
     return []

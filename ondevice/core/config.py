@@ -468,13 +468,14 @@ class ExportConfig(StrictConfig):
     """Quantisation of the frozen weights. `int8`: 8-bit weights, float32 activations: in programs
     with exact gradients, and by bitsandbytes in PyTorch on a GPU, where activations are in
     `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this project's op
-    where the whole step is one program). `8da4w`: XNNPACK's 8-bit dynamic activations, which
-    distort zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit
+    where the whole step is one program). `8da4w`: 4-bit weights, activations rounded to 8 bits,
+    which distorts zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit
     weights, for exact gradients. `w8` (NPU only): 8-bit weights, float16 activations. `none` is
     float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
 
     rounding: Annotated[Literal["nearest", "rows"], Flag("--rounding")] = "nearest"
-    """Levels of `q4` with exact gradients: the nearest, or those that keep layers' outputs on 64 rows of `--data`."""
+    """Levels of `q4` and `8da4w` with exact gradients: the nearest, or those that keep layers'
+    outputs on 64 rows of `--data`."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""

@@ -59,11 +59,11 @@ def weight_bytes(
     if quantize == "none":
         return WeightBytes(linears * item, table * item, heads * table * item, vectors * item)
     rows = table + dims.vocab * 4
-    if by_rows and quantize in ("int8", "q4", "8da8w"):
+    bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16, "8da4w": Q4_BITS}
+    if by_rows and quantize in bits:
         outputs = dims.linear_outputs
-        bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16}[quantize]
-        packed = int(linears * bits / 8)
-        if quantize != "q4":
+        packed = int(linears * bits[quantize] / 8)
+        if bits[quantize] != Q4_BITS:
             packed += 4 * outputs
         return WeightBytes(packed, rows, heads * rows, vectors * 4)
     if quantize in PACKED:

@@ -119,6 +119,68 @@ void attend(const float* q, const float* k, const float* v, const Heads& h, floa
   });
 }
 
+// Scores of one query as probabilities, in place: of `old` keys in a cache and of `young` ones behind them.
+inline void share_two(float* old, int64_t old_count, float* young, int64_t young_count, float scale) {
+  float most = young[0];
+  for (int64_t j = 0; j < old_count; ++j) most = old[j] > most ? old[j] : most;
+  for (int64_t j = 1; j < young_count; ++j) most = young[j] > most ? young[j] : most;
+  const float shift = most * scale;
+  float sum = 0.0f;
+  const auto exponentials = [&](float* scores, int64_t count) {
+    Vec sums = Vec{};
+    each_vector(count, [&](int64_t at, int64_t some) {
+      const Vec e = exp_nonpositive(load_some(scores + at, some) * scale - shift);
+      store_some(scores + at, e, some);
+      if (some == kLanes) {
+        sums += e;
+      } else {
+        for (int64_t j = 0; j < some; ++j) sum += e[j];
+      }
+    });
+    sum += total(sums);
+  };
+  exponentials(old, old_count);
+  exponentials(young, young_count);
+  const float inverse = 1.0f / sum;
+  for (int64_t j = 0; j < old_count; ++j) old[j] *= inverse;
+  for (int64_t j = 0; j < young_count; ++j) young[j] *= inverse;
+}
+
+// New tokens behind `start` in a cache: q [tokens, heads, width], k and v [tokens, kv_heads, width], keys [kv_heads,
+// width, context] and values [kv_heads, context, width] to o, as q. What lies behind `start` in the cache is not read.
+template <typename Parallel>
+void attend_cached(const float* q, const float* k, const float* v, const float* keys, const float* values,
+                   const Heads& h, int64_t context, int64_t start, float* o, const Parallel& parallel) {
+  const int64_t padded = (h.tokens + kColumns - 1) / kColumns * kColumns, group = h.heads / h.kv_heads;
+  const int64_t q_row = h.heads * h.width, k_row = h.kv_heads * h.width;
+  const int64_t wide = (start + kColumns - 1) / kColumns * kColumns + padded;
+  parallel(h.kv_heads, [&](int64_t begin, int64_t end) {
+    static thread_local Scratch scratch;
+    float* news = scratch.get(padded * h.width + wide * kQueries);
+    float *old = news + padded * h.width, *young = old + wide - padded;
+    for (int64_t kv = begin; kv < end; ++kv) {
+      const float *some_keys = keys + kv * h.width * context, *some_values = values + kv * context * h.width;
+      pack_head(k + kv * h.width, h.tokens, k_row, h.width, padded, news);
+      for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
+        for (int64_t first = 0; first < h.tokens; first += kQueries) {
+          const int64_t count = h.tokens - first < kQueries ? h.tokens - first : kQueries, last = first + count;
+          const float* some_q = q + first * q_row + head * h.width;
+          float* to = o + first * q_row + head * h.width;
+          multiply_wide(some_q, q_row, 1, count, h.width, some_keys, context, old, wide, 0, start, false);
+          multiply_wide(some_q, q_row, 1, count, h.width, news, padded, young, wide, 0, padded, false);
+          for (int64_t i = 0; i < count; ++i) {
+            float* row = young + i * wide;
+            share_two(old + i * wide, start, row, first + i + 1, h.scale);
+            for (int64_t j = first + i + 1; j < last; ++j) row[j] = 0.0f;
+          }
+          multiply_wide(old, wide, 1, count, start, some_values, h.width, to, q_row, 0, h.width, false);
+          multiply_wide(young, wide, 1, count, last, v + kv * h.width, k_row, to, q_row, 0, h.width, true);
+        }
+      }
+    }
+  });
+}
+
 // Gradients of q, k and v from that of o; gk and gv are written whole.
 template <typename Parallel>
 void attend_backward(const float* g, const float* q, const float* k, const float* v, const Heads& h, float* gq,

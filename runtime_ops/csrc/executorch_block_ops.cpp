@@ -55,7 +55,7 @@ Tensor& block_linear_out(KernelRuntimeContext& context, const Tensor& x, const T
                          double scale, bool transposed, bool integers, Tensor& out) {
   ondevice::Matrix w;
   ONDEVICE_CHECK(matrix_of(weight, scales, mins, w), "block_linear's weight and scales do not belong together");
-  ONDEVICE_CHECK(!integers || w.kind == ondevice::Matrix::kInt8, "products of integers need weights in 8 bits");
+  ONDEVICE_CHECK(!integers || w.kind != ondevice::Matrix::kFloat, "products of integers need packed weights");
   const int64_t width = transposed ? w.inputs : w.outputs, length = transposed ? w.outputs : w.inputs;
   ONDEVICE_CHECK(is_float(x, 2) && x.size(1) == length, "block_linear takes float32 [rows, %" PRId64 "]", length);
   const int64_t rows = x.size(0);
@@ -161,6 +161,24 @@ Tensor& attend_out(KernelRuntimeContext& context, const Tensor& q, const Tensor&
   return out;
 }
 
+Tensor& attend_cached_out(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const Tensor& keys, const Tensor& values, const Tensor& start, double scale, Tensor& out) {
+  ondevice::Heads heads;
+  ONDEVICE_CHECK(heads_of(q, k, v, scale, 0, heads) && heads.rows == 1,
+                 "attend_cached takes q [1, T, H, h], k and v [1, T, K, h]");
+  ONDEVICE_CHECK(is_float(keys, 3) && is_float(values, 3) && keys.size(0) == heads.kv_heads &&
+                     keys.size(1) == heads.width && values.size(0) == heads.kv_heads &&
+                     values.size(2) == heads.width && values.size(1) == keys.size(2),
+                 "attend_cached takes keys [K, h, C] and values [K, C, h]");
+  ONDEVICE_CHECK(is(start, ScalarType::Long) && start.numel() == 1, "attend_cached takes a start int64 [1]");
+  const int64_t read = start.const_data_ptr<int64_t>()[0], room = keys.size(2);
+  ONDEVICE_CHECK(read >= 0 && read <= room, "%" PRId64 " tokens are not in a cache of %" PRId64, read, room);
+  ONDEVICE_CHECK(resize_like(q, out), "attend_cached's result does not fit its output");
+  ondevice::attend_cached(floats(q), floats(k), floats(v), floats(keys), floats(values), heads, room, read,
+                          out.mutable_data_ptr<float>(), Pool{});
+  return out;
+}
+
 Tensor& attend_backward_out(KernelRuntimeContext& context, const Tensor& g, const Tensor& q, const Tensor& k,
                             const Tensor& v, double scale, int64_t window, Tensor& out) {
   ondevice::Heads heads;
@@ -217,6 +235,7 @@ EXECUTORCH_LIBRARY(ondevice, "rotate.out", rotate_out);
 EXECUTORCH_LIBRARY(ondevice, "swiglu.out", swiglu_out);
 EXECUTORCH_LIBRARY(ondevice, "swiglu_gate.out", swiglu_gate_out);
 EXECUTORCH_LIBRARY(ondevice, "attend.out", attend_out);
+EXECUTORCH_LIBRARY(ondevice, "attend_cached.out", attend_cached_out);
 EXECUTORCH_LIBRARY(ondevice, "attend_backward.out", attend_backward_out);
 EXECUTORCH_LIBRARY(ondevice, "head_step.out", head_step_out);
 EXECUTORCH_LIBRARY(ondevice, "block_adam.out", block_adam_out);

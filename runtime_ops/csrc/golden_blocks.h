@@ -23,7 +23,7 @@ struct DrawnMatrix {
     if (form == "float") {
       weight = normals(2, outputs * inputs);
       matrix.data = weight.data();
-    } else if (form == "q4") {
+    } else if (form.compare(0, 2, "q4") == 0) {
       bytes = some_bytes(2, outputs * inputs / 2);
       halves_ = halves(3, 0x2800, outputs * inputs / ondevice::kQ4Group);
       minima = halves(4, 0xB400, outputs * inputs / ondevice::kQ4Group);
@@ -42,6 +42,35 @@ struct DrawnMatrix {
     }
   }
 };
+
+// The same of 4 bits, with scales that are 1: sums of integers, exact in float32.
+void check_q4_form(const ondevice::IntegerForm& form) {
+  const int64_t rows = 7, depth = 96, groups = depth / ondevice::kQ4Group;
+  const auto bytes = some_bytes(1, rows * depth), packed = some_bytes(2, ondevice::kColumns * depth / 2);
+  const std::vector<uint16_t> ones(static_cast<size_t>(ondevice::kColumns * groups), 0x3C00);
+  const ondevice::Matrix w{ondevice::Matrix::kQ4, packed.data(),        nullptr, ones.data(),
+                           ones.data(),           ondevice::kColumns, depth};
+  std::vector<int8_t> q;
+  for (const uint8_t byte : bytes) q.push_back(static_cast<int8_t>(byte == 128 ? -127 : byte));
+  std::vector<int8_t> panel(static_cast<size_t>(depth * ondevice::kColumns));
+  std::vector<float> scales(static_cast<size_t>(groups * ondevice::kColumns)), minima = scales;
+  std::vector<float> factors(static_cast<size_t>(rows * groups), 1.0f), sums(static_cast<size_t>(rows * ondevice::kColumns));
+  ondevice::pack_q4(w, 0, ondevice::kColumns, 0, depth, panel.data(), scales.data(), minima.data());
+  form.q4_tile(q.data(), depth, factors.data(), groups, rows, panel.data(), scales.data(), groups, sums.data());
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < ondevice::kColumns; ++j) {
+      int32_t expected = 0;
+      for (int64_t k = 0; k < depth; ++k) {
+        const uint8_t both = packed[static_cast<size_t>((j * depth + k) / 2)];
+        expected += q[static_cast<size_t>(row * depth + k)] * (k % 2 ? both & 15 : both >> 4);
+      }
+      const float received = sums[static_cast<size_t>(row * ondevice::kColumns + j)];
+      if (received == static_cast<float>(expected)) continue;
+      fail(1, std::string("products with 4 bits in ") + form.name + ": expected " + std::to_string(expected) +
+                  ", received " + std::to_string(received));
+    }
+  }
+}
 
 // Products of integers in every form that this processor has, which the environment does not choose.
 void check_integer_forms() {
@@ -68,6 +97,7 @@ void check_integer_forms() {
                     std::to_string(expected) + ", received " + std::to_string(received));
       }
     }
+    check_q4_form(forms[i]);
     std::printf("integers: %s\n", forms[i].name);
   }
 }
@@ -83,7 +113,7 @@ std::vector<float> block_linear(const Record& record) {
   const auto b = normals(7, rank * width), into = normals(8, rows * width);
   const ondevice::Added added{bias.data(), h.data(), b.data(), into.data(), rank, kScale};
   std::vector<float> out(static_cast<size_t>(rows * width));
-  if (form == "integers") {
+  if (form == "integers" || form == "q4_integers") {
     ondevice::block_linear_integers(x.data(), rows, drawn.matrix, transposed, added, out.data(), serial);
   } else {
     ondevice::block_linear(x.data(), rows, drawn.matrix, transposed, added, out.data(), serial);
@@ -107,6 +137,18 @@ std::vector<float> attention(const std::string& op, const Record& record) {
     ondevice::attend_backward(g.data(), q.data(), k.data(), v.data(), heads, out.data(), out.data() + queries,
                               out.data() + queries + keys, serial);
   }
+  return out;
+}
+
+std::vector<float> cached(const Record& record) {
+  const ondevice::Heads heads{1, integer(record, "tokens"), integer(record, "heads"), integer(record, "kv_heads"),
+                              integer(record, "width"), kScale, 0};
+  const int64_t context = integer(record, "context"), news = heads.tokens * heads.kv_heads * heads.width;
+  const int64_t queries = heads.tokens * heads.heads * heads.width, kept = heads.kv_heads * heads.width * context;
+  std::vector<float> out(static_cast<size_t>(queries));
+  ondevice::attend_cached(normals(1, queries).data(), normals(2, news).data(), normals(3, news).data(),
+                          normals(4, kept).data(), normals(5, kept).data(), heads, context, integer(record, "start"),
+                          out.data(), serial);
   return out;
 }
 
@@ -179,6 +221,8 @@ bool check_block_op(const std::string& op, const Record& record) {
     out = block_linear(record);
   } else if (op == "attend" || op == "attend_backward") {
     out = attention(op, record);
+  } else if (op == "attend_cached") {
+    out = cached(record);
   } else if (op == "head_step") {
     out = head_step(record);
   } else if (op == "block_adam") {

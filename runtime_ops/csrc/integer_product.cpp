@@ -40,6 +40,15 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   return (Sums)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)w);
 }
 #include "integer_tile.h"
+typedef Sums Part;
+typedef Sums Levels;
+typedef Sums Signed;
+constexpr int kGroupTall = 6, kGroupWide = 2;
+static inline Levels levels_at(const int8_t* p) { return unpack(p); }
+static inline Signed spread_signed(int32_t four) { return spread(four); }
+static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, w, a); }
+static inline Sums whole(Part part) { return part; }
+#include "q4_tile.h"
 static bool available() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 }  // namespace avx512vnni
 ONDEVICE_TARGET_END
@@ -57,6 +66,15 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   return (Sums)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)w);
 }
 #include "integer_tile.h"
+typedef Sums Part;
+typedef Sums Levels;
+typedef Sums Signed;
+constexpr int kGroupTall = 3, kGroupWide = 2;
+static inline Levels levels_at(const int8_t* p) { return unpack(p); }
+static inline Signed spread_signed(int32_t four) { return spread(four); }
+static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, w, a); }
+static inline Sums whole(Part part) { return part; }
+#include "q4_tile.h"
 static bool available() {
   unsigned a = 7, b = 0, c = 1, d = 0;  // leaf 7, subleaf 1: GCC 12 has no name for it
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
@@ -88,6 +106,16 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   return (Sums)_mm256_add_epi32((__m256i)acc, pairs);
 }
 #include "integer_tile.h"
+// A group's products fit 16 bits: 16 of at most 127 times 15 in each.
+typedef int16_t Part __attribute__((vector_size(32)));
+typedef __m256i Levels;
+typedef __m256i Signed;
+constexpr int kGroupTall = 3, kGroupWide = 2;
+static inline Levels levels_at(const int8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline Signed spread_signed(int32_t four) { return _mm256_set1_epi32(four); }
+static inline Part dot_levels(Part acc, Signed a, Levels w) { return acc + (Part)_mm256_maddubs_epi16(w, a); }
+static inline Sums whole(Part part) { return (Sums)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1)); }
+#include "q4_tile.h"
 static bool available() { return __builtin_cpu_supports("avx2"); }
 }  // namespace avx2
 ONDEVICE_TARGET_END
@@ -104,13 +132,23 @@ static inline Packed unpack(const int8_t* p) { return vld1q_s8(p); }
 static inline Activation spread(int32_t four) {
   return vreinterpretq_s8_s32(vdupq_n_s32((int32_t)((uint32_t)four ^ 0x80808080u)));
 }
+// Levels of 4 bits are signed bytes, too.
+typedef int32x4_t Part;
+typedef int8x16_t Levels;
+typedef int8x16_t Signed;
+constexpr int kGroupTall = 3, kGroupWide = 4;
+static inline Levels levels_at(const int8_t* p) { return vld1q_s8(p); }
+static inline Signed spread_signed(int32_t four) { return vreinterpretq_s8_s32(vdupq_n_s32(four)); }
+static inline Sums whole(Part part) { return part; }
 }  // namespace neon_loads
 
 ONDEVICE_TARGET("arch=armv8.2-a+dotprod")
 namespace neon_dot {
 using namespace neon_loads;
 static inline Sums dot(Sums acc, Activation a, Packed w) { return vdotq_s32(acc, a, w); }
+static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, a, w); }
 #include "integer_tile.h"
+#include "q4_tile.h"
 static bool available() {
 #if defined(__APPLE__)
   return true;
@@ -129,7 +167,9 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(w)), high = vmull_s8(vget_high_s8(a), vget_high_s8(w));
   return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 }
+static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, a, w); }
 #include "integer_tile.h"
+#include "q4_tile.h"
 static bool available() { return true; }
 }  // namespace neon
 
@@ -149,21 +189,35 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   return acc;
 }
 #include "integer_tile.h"
+typedef Sums Part;
+typedef const int8_t* Levels;
+typedef uint32_t Signed;
+constexpr int kGroupTall = 2, kGroupWide = 4;
+static inline Levels levels_at(const int8_t* p) { return p; }
+static inline Signed spread_signed(int32_t four) { return static_cast<uint32_t>(four); }
+static inline Part dot_levels(Part acc, Signed a, Levels w) {
+  for (int lane = 0; lane < 4; ++lane) {
+    for (int k = 0; k < 4; ++k) acc[lane] += static_cast<int8_t>(a >> 8 * k & 255u) * w[4 * lane + k];
+  }
+  return acc;
+}
+static inline Sums whole(Part part) { return part; }
+#include "q4_tile.h"
 static bool available() { return true; }
 }  // namespace plain
 
 const IntegerForm kForms[] = {
 #if defined(__x86_64__)
-    {"avx512vnni", avx512vnni::available, avx512vnni::tile, 0},
+    {"avx512vnni", avx512vnni::available, avx512vnni::tile, 0, avx512vnni::q4_tile},
 #if defined(__clang__) || __GNUC__ >= 11
-    {"avxvnni", avxvnni::available, avxvnni::tile, 0},
+    {"avxvnni", avxvnni::available, avxvnni::tile, 0, avxvnni::q4_tile},
 #endif
-    {"avx2", avx2::available, avx2::tile, 0},
+    {"avx2", avx2::available, avx2::tile, 0, avx2::q4_tile},
 #elif defined(__aarch64__)
-    {"dotprod", neon_dot::available, neon_dot::tile, 128},
-    {"neon", neon::available, neon::tile, 128},
+    {"dotprod", neon_dot::available, neon_dot::tile, 128, neon_dot::q4_tile},
+    {"neon", neon::available, neon::tile, 128, neon::q4_tile},
 #endif
-    {"plain", plain::available, plain::tile, 0},
+    {"plain", plain::available, plain::tile, 0, plain::q4_tile},
 };
 
 const IntegerForm& chosen_form() {
@@ -189,10 +243,63 @@ const IntegerForm& integer_form() {
   return form;
 }
 
+namespace {
+
+typedef int8_t Signs __attribute__((vector_size(16)));
+typedef int32_t SixteenInts __attribute__((vector_size(64)));
+
+// W[row, column .. column + 32) in 8 bits with the row's scale, `w.scales[row]`.
+void q4_row_in_8_bits(const Matrix& w, int64_t row, int64_t column, int8_t* out) {
+  const int64_t group = row * (w.inputs / kQ4Group) + column / kQ4Group;
+  const float inverse = 1.0f / w.scales[row];
+  const float scale = half_to_float(w.halves[group]) * inverse;
+  const float low = half_to_float(w.minima[group]) * inverse + 128.5f;  // truncation of what is positive rounds
+  float values[kQ4Group];
+  q4_levels(static_cast<const uint8_t*>(w.data) + (row * w.inputs + column) / 2, values);
+  for (int half = 0; half < 2; ++half) {
+    Sixteen level;
+    std::memcpy(&level, values + 16 * half, sizeof level);
+    const SixteenInts ints = __builtin_convertvector(level * scale + low, SixteenInts) - 128;
+    const Signs bytes = __builtin_convertvector(ints, Signs);
+    std::memcpy(out + 16 * half, &bytes, sizeof bytes);
+  }
+}
+
+}  // namespace
+
+void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, int64_t depth, int8_t* panel,
+             float* scales, float* minima) {
+  const int64_t groups = depth / kQ4Group, of_row = w.inputs / kQ4Group;
+  if (columns < kColumns) {
+    std::memset(panel, 0, static_cast<size_t>(depth * kColumns));
+    std::memset(scales, 0, sizeof(float) * static_cast<size_t>(groups * kColumns));
+    std::memset(minima, 0, sizeof(float) * static_cast<size_t>(groups * kColumns));
+  }
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t at = (column + j) * of_row + first / kQ4Group + group;
+      scales[group * kColumns + j] = half_to_float(w.halves[at]);
+      minima[group * kColumns + j] = half_to_float(w.minima[at]);
+      Bytes both;
+      std::memcpy(&both, static_cast<const uint8_t*>(w.data) + at * (kQ4Group / 2), sizeof both);
+      const Bytes high = both >> 4, low = both & 15;
+      const Bytes one = __builtin_shufflevector(high, low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      const Bytes two =
+          __builtin_shufflevector(high, low, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      uint32_t quads[kQ4Group / 4];
+      std::memcpy(quads, &one, sizeof one);
+      std::memcpy(quads + 4, &two, sizeof two);
+      int8_t* to = panel + group * kQ4Group * kColumns + 4 * j;
+      for (int quad = 0; quad < kQ4Group / 4; ++quad) std::memcpy(to + 4 * quad * kColumns, quads + quad, 4);
+    }
+  }
+}
+
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
                    int8_t* panel, int32_t* totals) {
   const int64_t quads = (depth + 3) / 4;
   const int8_t* levels = static_cast<const int8_t*>(w.data);
+  const bool four_bits = w.kind == Matrix::kQ4;
   std::memset(totals, 0, sizeof(int32_t) * static_cast<size_t>(kColumns));
   if (!transposed) {
     if (columns < kColumns || depth % 4) std::memset(panel, 0, static_cast<size_t>(4 * quads * kColumns));
@@ -223,7 +330,9 @@ void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t col
   for (int64_t quad = 0; quad < quads; ++quad) {
     for (int64_t k = 0; k < 4; ++k) {
       const int64_t row = 4 * quad + k;
-      if (row < depth && columns == kColumns) {
+      if (row < depth && four_bits) {
+        q4_row_in_8_bits(w, first + row, column, rows[k]);
+      } else if (row < depth && columns == kColumns) {
         std::memcpy(rows[k], levels + (first + row) * w.inputs + column, kColumns);
       } else {
         std::memset(rows[k], 0, kColumns);

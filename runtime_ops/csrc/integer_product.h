@@ -17,6 +17,7 @@ constexpr int64_t kIntegerPanel = kIntegerDepth * kColumns;      // bytes
 constexpr int64_t kIntegerRows = 12;                             // of a tile at most
 
 typedef uint8_t LevelVec __attribute__((vector_size(kLanes)));
+typedef int8_t SignedVec __attribute__((vector_size(kLanes)));
 
 struct Rounded {
   std::vector<uint8_t> levels;  // [rows, stride], zeros behind a row's end
@@ -30,11 +31,17 @@ struct Rounded {
 using IntegerTile = void (*)(const uint8_t* u, int64_t stride, int64_t rows, const int8_t* panel, int64_t quads,
                              int32_t* sums);
 
+// sums[i][j] = sum over groups g of factors[i * groups_of_row + g] scales[g][j] times the sum over the group's 32 k of
+// q[i * stride + k] level[k / 4][j][k % 4], for 32 columns; q is in -127..127, levels in 0..15.
+using Q4Tile = void (*)(const int8_t* q, int64_t stride, const float* factors, int64_t groups_of_row, int64_t rows,
+                        const int8_t* panel, const float* scales, int64_t groups, float* sums);
+
 struct IntegerForm {
   const char* name;
   bool (*available)();
   IntegerTile tile;
   int32_t offset;
+  Q4Tile q4_tile;
 };
 
 // All forms that were compiled, the fastest first; the last is always available.
@@ -107,7 +114,110 @@ void round_rows(const float* x, int64_t rows, int64_t length, const float* facto
   });
 }
 
-// Panel [depth / 4][32][4] of W^T's or W's columns, and each column's sum.
+// Rows in groups of 32 that each have a scale: activations have outliers, and what shares a scale with one is lost.
+struct Grouped {
+  std::vector<int8_t> levels;   // [rows, length], in -127..127
+  std::vector<float> scales;    // [rows, length / 32]
+  std::vector<float> sums;      // [rows, length / 32]: of a group's rounded numbers
+};
+
+// Round rows of x; `length` is a multiple of 32.
+template <typename Parallel>
+void round_groups(const float* x, int64_t rows, int64_t length, Grouped& out, const Parallel& parallel) {
+  const int64_t groups = length / kQ4Group;
+  out.levels.resize(static_cast<size_t>(rows * length));
+  out.scales.resize(static_cast<size_t>(rows * groups));
+  out.sums.resize(static_cast<size_t>(rows * groups));
+  parallel(rows, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * groups; at < end * groups; ++at) {
+      const float* values = x + at * kQ4Group;
+      Vec most = Vec{}, none = Vec{};  // `none` stays 0 but for values that are not finite
+      for (int64_t k = 0; k < kQ4Group; k += kLanes) {
+        const Vec v = load(values + k), size = v < Vec{} ? -v : v;
+        most = size > most ? size : most;
+        none += v * 0.0f;
+      }
+      float largest = 0.0f, not_finite = 0.0f;
+      for (int i = 0; i < kLanes; ++i) {
+        largest = most[i] > largest ? most[i] : largest;
+        not_finite += none[i];
+      }
+      int8_t* levels = out.levels.data() + at * kQ4Group;
+      const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+      if (!(not_finite == 0.0f)) {  // the products are not finite either, and whoever looks sees it
+        std::memset(levels, 0, kQ4Group);
+        out.scales[static_cast<size_t>(at)] = out.sums[static_cast<size_t>(at)] = not_finite;
+        continue;
+      }
+      IntVec total = IntVec{};
+      for (int64_t k = 0; k < kQ4Group; k += kLanes) {  // truncation of what is positive rounds
+        Vec level = load(values + k) * inverse + 128.5f;
+        level = level > splat(255.5f) ? splat(255.5f) : level;
+        const IntVec ints = __builtin_convertvector(level, IntVec) - 128;
+        total += ints;
+        const SignedVec bytes = __builtin_convertvector(ints, SignedVec);
+        std::memcpy(levels + k, &bytes, sizeof bytes);
+      }
+      int32_t sum = 0;
+      for (int i = 0; i < kLanes; ++i) sum += total[i];
+      out.scales[static_cast<size_t>(at)] = scale;
+      out.sums[static_cast<size_t>(at)] = scale * static_cast<float>(sum);
+    }
+  });
+}
+
+// Levels [depth / 4][32][4] of W^T's columns, and scales and minima [depth / 32][32]; `first` and `depth` are
+// multiples of 32.
+void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, int64_t depth, int8_t* panel,
+             float* scales, float* minima);
+
+// y[:, column ..] (+)= grouped W^T for a W of 4 bits; `panel` holds kIntegerPanel bytes, and behind them as many floats
+// as two rows of kIntegerDepth.
+inline void multiply_grouped(const Grouped& x, int64_t rows, const Matrix& w, int64_t column, int64_t columns,
+                             int8_t* panel, float* y, int64_t ldy, bool add) {
+  const IntegerForm& form = integer_form();
+  const int64_t of_row = w.inputs / kQ4Group;
+  float* scales = reinterpret_cast<float*>(panel + kIntegerPanel);
+  float* minima = scales + kIntegerDepth;
+  alignas(64) float sums[kIntegerRows * kColumns];
+  for (int64_t first = 0; first < w.inputs; first += kIntegerDepth, add = true) {
+    const int64_t depth = w.inputs - first < kIntegerDepth ? w.inputs - first : kIntegerDepth;
+    const int64_t group = first / kQ4Group, groups = depth / kQ4Group;
+    pack_q4(w, column, columns, first, depth, panel, scales, minima);
+    multiply_columns(x.sums.data() + group, of_row, 1, rows, groups, minima, kColumns, y, ldy, columns, add);
+    for (int64_t row = 0; row < rows; row += kIntegerRows) {
+      const int64_t count = rows - row < kIntegerRows ? rows - row : kIntegerRows;
+      form.q4_tile(x.levels.data() + row * w.inputs + first, w.inputs, x.scales.data() + row * of_row + group, of_row,
+                   count, panel, scales, groups, sums);
+      for (int64_t i = 0; i < count; ++i) {
+        float* __restrict to = y + (row + i) * ldy;
+        for (int64_t j = 0; j < columns; ++j) to[j] += sums[i * kColumns + j];
+      }
+    }
+  }
+}
+
+// The scale of each row of a W of 4 bits in 8 bits, [outputs].
+template <typename Parallel>
+void q4_row_scales(const Matrix& w, std::vector<float>& scales, const Parallel& parallel) {
+  const int64_t groups = w.inputs / kQ4Group;
+  scales.resize(static_cast<size_t>(w.outputs));
+  parallel(w.outputs, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float most = 0.0f;
+      for (int64_t at = row * groups; at < (row + 1) * groups; ++at) {
+        const float low = half_to_float(w.minima[at]), high = low + 15.0f * half_to_float(w.halves[at]);
+        const float size = (low < 0.0f ? -low : low) > (high < 0.0f ? -high : high) ? (low < 0.0f ? -low : low)
+                                                                                   : (high < 0.0f ? -high : high);
+        most = size > most ? size : most;
+      }
+      scales[static_cast<size_t>(row)] = most > 0.0f ? most / 127.0f : 1.0f;
+    }
+  });
+}
+
+// Panel [depth / 4][32][4] of W^T's or W's columns, and each column's sum; of a W of 4 bits, which has `scales` of
+// its rows in 8 bits, only W's.
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
                    int8_t* panel, int32_t* totals);
 

@@ -45,7 +45,9 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["functional", "blocks", "blocks, q4", "blocks, 8da8w"])
+@pytest.mark.parametrize(
+    "name", ["functional", "blocks", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w"]
+)
 def test_an_artifact_arrives_whole_and_replaces_the_one_of_its_name(
     ondevice: CommandLine, phone: Path, name: str
 ) -> None:

@@ -246,6 +246,7 @@ CUDA += (
 EXACT = "float32 weights, exact gradients; functions of one block"
 ROUNDED = "{} weights (`{}`), exact gradients over them; functions of one block"
 NEAR = "8-bit weights and activations (`8da8w`), gradients near those over the weights; functions of one block"
+NEAR4 = "4-bit weights and 8-bit activations (`8da4w`), gradients near those over the weights; functions of one block"
 PROGRAMS = (
     Row(
         "prge",
@@ -373,6 +374,7 @@ PROGRAMS = (
         adapter_error=3e-2,  # a delta rule multiplies what four products of integers gave
     ),
     Row("mesp", "android-cpu", NEAR, program="blocks, 8da8w", loss_error=5e-3, adapter_error=1e-3),
+    Row("mesp", "android-cpu", NEAR4, program="blocks, 8da4w", loss_error=5e-3, adapter_error=1e-3),
     Row(
         "prge",
         "android-npu",

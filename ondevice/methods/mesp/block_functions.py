@@ -33,13 +33,23 @@ if TYPE_CHECKING:
 
 IN_BLOCK = "model.layers.{layer}"
 EMBEDDING = "model.embed_tokens.weight"
-LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
-"""Of the matrices in a block, by `export.quantize`."""
+LINEAR_FORMS: dict[str, Form] = {
+    "none": Float32(),
+    "int8": Int8(),
+    "q4": Q4(),
+    "8da8w": Integers(),
+    "8da4w": Q4(),
+}
+"""Of the matrices in a block, by `export.quantize`. `8da4w` is `q4`'s file: only the functions in
+this project's ops multiply integers, and read both orientations from the one copy."""
+INTEGERS = ("8da8w", "8da4w")
+"""Forms whose products are of integers in this project's ops."""
 TABLE_FORMS: dict[str, TableForm] = {
     "none": Float32(),
     "int8": Int8(),
     "q4": Int8(),
     "8da8w": Int8(),
+    "8da4w": Int8(),
 }
 """Of embedding and head."""
 MOST_CHANGE = 0.5
@@ -53,8 +63,8 @@ class BlockFunctions:
         layout: of the flat vector; each layer is a range of `layer_size` elements.
         quantize: how matrices are kept, a key of `LINEAR_FORMS` and, for embedding and head,
             `TABLE_FORMS`.
-        integers: the functions are this project's ops and their products of integers, with the
-            8 bits of the weights file.
+        integers: the functions are this project's ops and their products of integers, with what
+            the weights file has.
         markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8,
             in the place of each layer's.
         table: ports of the embedding; `head` and `norm` those of a tile of the head and of the
@@ -73,8 +83,10 @@ class BlockFunctions:
         self.config = config
         self.dims = loaded.dims
         self.quantize = quantize
-        self.integers = fused and quantize == "8da8w"
-        self.linear_form = Int8() if self.integers else LINEAR_FORMS[quantize]
+        self.integers = fused and quantize in INTEGERS
+        self.linear_form = LINEAR_FORMS[quantize]
+        if fused and quantize == "8da8w":
+            self.linear_form = Int8()
         self.table_form = TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"

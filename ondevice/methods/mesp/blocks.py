@@ -186,9 +186,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         for layer in range(dims.layers)
     ]
     used = set()
-    # This project's ops have no cap of logits, and know no keys of other blocks and no experts.
-    in_ops = not (dims.traits.hands_on or dims.traits.logit_cap or dims.experts)
-    if export.kernels == "auto" and has_compiler() and in_ops:
+    if export.kernels == "auto" and has_compiler() and in_ops(dims):
         from ondevice.methods.mesp.fused import fused_modules  # registers the ops
 
         modules += fused_modules(
@@ -217,6 +215,12 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         weights=weights,
         constants_of_layers=LayerConstants(arrays(functions.markers), constants) if inside else None,
     )  # fmt: skip
+
+
+def in_ops(dims: ModelDims) -> bool:
+    """Return True if this project's ops know such blocks: they have no cap of logits, and know no
+    keys of other blocks and no experts."""
+    return not (dims.traits.hands_on or dims.traits.logit_cap or dims.experts)
 
 
 def layer_input_port(dims: ModelDims, tokens: int) -> TensorPort:

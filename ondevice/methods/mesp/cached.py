@@ -57,7 +57,6 @@ class BlockCached(OneBlock):
         adapter: Tensor,
         *frozen: Tensor,
     ) -> tuple[Tensor, ...]:
-        dims = self.functions.dims
         block = self.block(adapter, frozen)
         blocks = self.blocks
         stages = blocks.stages
@@ -65,15 +64,27 @@ class BlockCached(OneBlock):
         at = start + self.news
         position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
         q, k = stages.rope(block, q, k, position)
-        new_keys = k[0].permute(1, 2, 0).contiguous()
-        new_values = v[0].permute(1, 0, 2).contiguous()
+        new = k[0].permute(1, 2, 0).contiguous(), v[0].permute(1, 0, 2).contiguous()
+        o = self.attend(q, (k, v), (keys, values), new, start)
+        y = blocks._mlp(block, stages.out(block, x, o))
+        mixed = () if block.routed is None else block.routed.taken()
+        return y, *new, *mixed
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        new: tuple[Tensor, Tensor],
+        start: Tensor,
+    ) -> Tensor:
+        """Return the attention's output, [T, heads * head_dim]; `new` are the tokens' keys and values
+        `kv` as the cache has them."""
+        dims = self.functions.dims
         unread = torch.where(self.places < start, 0.0, float("-inf"))
         group = dims.heads // dims.kv_heads
         causal = self.causal[None].expand(group, -1, -1).reshape(group * self.tokens, self.tokens)
-        o = attend_cached(dims, q, (keys, values), (new_keys, new_values), unread, causal)
-        y = blocks._mlp(block, stages.out(block, x, o))
-        mixed = () if block.routed is None else block.routed.taken()
-        return y, new_keys, new_values, *mixed
+        return attend_cached(dims, q, cache, new, unread, causal)
 
 
 def attend_cached(

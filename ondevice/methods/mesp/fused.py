@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ondevice.core.manifest import port
 from ondevice.core.program import FUSED, ProgramModule
 from ondevice.core.session import IGNORE
-from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, OneBlock
+from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, OneBlock
+from ondevice.methods.mesp.cached import BlockCached, cache_ports
 from ondevice.methods.mesp.frozen import Int8Matrix, Q4Matrix
 from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 torch_ops.register()
 OPS = torch.ops.ondevice
+WIDE = "read"
+"""In the names of the functions that read many tokens of a prompt."""
+WIDE_TOKENS = 128
+"""A matrix is packed once for so many; short questions go through `prefill`."""
 
 
 def parts(matrix: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -167,6 +172,55 @@ class FusedForward(_Fused, BlockForward):
     """See `BlockForward`."""
 
 
+class FusedCached(BlockCached):
+    """See `BlockCached`. One token reads each matrix once, whatever is multiplied, so its products
+    are not of integers."""
+
+    def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
+        super().__init__(functions, tokens, context)
+        self.cos = self.cos.reshape(1, context, -1)
+        self.sin = self.sin.reshape(1, context, -1)
+
+    @property
+    def blocks(self) -> Blocks:
+        integers = self.functions.integers and self.tokens > 1
+        return Blocks(_CachedStages(self.functions.dims, integers), None)
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        new: tuple[Tensor, Tensor],
+        start: Tensor,
+    ) -> Tensor:
+        scale = self.functions.dims.head_dim**-0.5
+        return OPS.attend_cached(q, *kv, *cache, start, scale).view(self.tokens, -1)
+
+
+class _CachedStages(FusedStages):
+    """Stages whose positions were looked up, [1, T, half]."""
+
+    def rotated(
+        self, block: Block, q: Tensor, k: Tensor, position: Position, sign: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = position
+        return super().rotated(block, q, k, (cos[0], sin[0]), sign)
+
+
+class FusedLogits(nn.Module):
+    """[1, D] -> logits [1, V]."""
+
+    def __init__(self, functions: BlockFunctions) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, x: Tensor, norm: Tensor, *head: Tensor) -> Tensor:
+        weight, scales = (*head, None)[:2]
+        n = OPS.rms_norm(x, norm, self.functions.dims.norm_eps)
+        return OPS.block_linear(n, weight, scales, None, None, None, None, None, 1.0, False, False)
+
+
 class FusedBackward(_Fused, BlockBackward):
     """See `BlockBackward`."""
 
@@ -216,7 +270,8 @@ class FusedLosses(FusedHead):
 def fused_modules(functions: BlockFunctions, stock: Iterable[ProgramModule]) -> list[ProgramModule]:
     """Return the functions of `stock` that have a form in these ops, and the heads of their
     sizes."""
-    modules = []
+    stock = list(stock)
+    modules = cached_in_ops(functions, stock)
     heads = {}
     for one in stock:
         block = one.module
@@ -248,4 +303,36 @@ def fused_modules(functions: BlockFunctions, stock: Iterable[ProgramModule]) -> 
         modules.append(
             ProgramModule(f"{FUSED}losses_{size}", FusedLosses(functions), given, (losses,))
         )
+    return modules
+
+
+def cached_in_ops(functions: BlockFunctions, stock: list[ProgramModule]) -> list[ProgramModule]:
+    """Return the functions that answer: those of `stock`, one that reads `WIDE_TOKENS` of a prompt,
+    and the logits of one position over the whole head."""
+    dims = functions.dims
+    (given,) = [one for one in stock if one.name == "block_decode"] or [None]
+    if given is None:
+        return []
+    _, start, *cache, adapter = (one for one in given.inputs if one.role != "frozen")
+    context = cache[1].shape[1]
+    modules = []
+    for name in ("prefill", "decode", WIDE):
+        tokens = next((one.inputs[0].shape[0] for one in stock if one.name == f"block_{name}"), 0)
+        tokens = tokens or min(WIDE_TOKENS, context)
+        hidden = port("hidden", "hidden", (tokens, dims.hidden))
+        block = FusedCached(functions, tokens, context)
+        inputs = (hidden, start, *cache, adapter, *functions.frozen())
+        outputs = (hidden, *cache_ports(dims, tokens))
+        modules.append(ProgramModule(f"{FUSED}block_{name}", block, inputs, outputs))
+        if name == WIDE:
+            ids = port("ids", "ids", (1, tokens), "int64", "token id")
+            embed = ProgramModule(
+                f"{FUSED}embed_{name}", Embed(functions), (ids, *functions.table), (hidden,)
+            )
+            modules.append(embed)
+    head = functions.table_form.ports(functions.head_name, (dims.vocab, dims.hidden))
+    one = port("hidden", "hidden", (1, dims.hidden))
+    logits = port("logits", "logits", (1, dims.vocab))
+    given = (one, functions.norm, *head)
+    modules.append(ProgramModule(f"{FUSED}logits", FusedLogits(functions), given, (logits,)))
     return modules

@@ -14,6 +14,7 @@ from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS, choose, restore
 from ondevice.methods.mesp.check import IN_BLOCKS, check_family
+from ondevice.runtime_ops.build import has_compiler
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -55,6 +56,8 @@ def problems(
             f"export.quantize is 8da8w: layers of {dims.family} have matrices of several shapes, and "
             "its functions hold one of each; expected none, int8 or q4"
         )
+    if export.quantize == "8da4w":
+        problems += _four_bit_problems(export, dims)
     if export.rounding == "rows" and dims.traits.hands_on:
         problems.append(
             f"export.rounding is rows: blocks of {dims.family} read more than their input, so their "
@@ -74,6 +77,21 @@ def problems(
             "a mesp program computes all rows of a batch at once: method.micro_batch_size=null"
         )
     return problems
+
+
+def _four_bit_problems(export: ExportConfig, dims: ModelDims) -> list[str]:
+    """Without this project's ops `8da4w` would be `q4`."""
+    reasons = [
+        (export.kernels == "stock", "export.kernels is stock"),
+        (not has_compiler(), "no C++ compiler was found"),
+        (not blocks.in_ops(dims), f"these ops know no blocks of {dims.family}"),
+    ]
+    return [
+        f"export.quantize is 8da4w: its products of integers are this project's ops, and {reason}; "
+        "expected q4"
+        for applies, reason in reasons
+        if applies
+    ]
 
 
 def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -> list[str]:
@@ -134,8 +152,8 @@ EXECUTORCH = GraphProgram(
     blocks.build,
     compare,
     rounding,
-    rounded=("int8", "q4", "8da8w"),
-    chosen=("q4",),
+    rounded=("int8", "q4", "8da8w", "8da4w"),
+    chosen=("q4", "8da4w"),
     choose=choose,
     restore=restore,
     uses_ops=lambda export: False,

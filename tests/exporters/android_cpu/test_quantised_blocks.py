@@ -29,21 +29,23 @@ from tests.programs import config, model, program, report
 
 pytest.importorskip("executorch.exir")
 INTEGERS = "blocks, 8da8w"
+FOUR_BITS = "blocks, 8da4w"
 
 
-@pytest.mark.parametrize("name", ["blocks, int8", "blocks, q4", INTEGERS])
+@pytest.mark.parametrize("name", ["blocks, int8", "blocks, q4", INTEGERS, FOUR_BITS])
 def test_an_export_says_how_near_its_gradients_are(name) -> None:
     check = report(name).check
     for suffix in ("", "_float32"):
         least, median = (check[f"{kind}_gradient_cosine{suffix}"] for kind in ("min", "median"))
         assert 0 < least <= median <= 1 + 1e-9 and check[f"gradient_cosine{suffix}"] <= 1 + 1e-9
     exact = check["gradient_cosine"] > 1 - 1e-8
-    assert exact == (name != INTEGERS)
+    assert exact == (name not in (INTEGERS, FOUR_BITS))
     assert check["gradient_cosine_float32"] < 1 - 1e-7, "rounding does not show"
 
 
-def test_products_of_integers_are_near_and_verify_says_so() -> None:
-    result = verify(program(INTEGERS), steps=3)
+@pytest.mark.parametrize("name", [INTEGERS, FOUR_BITS])
+def test_products_of_integers_are_near_and_verify_says_so(name) -> None:
+    result = verify(program(name), steps=3)
     assert result["ok"] and 0.99 < result["min_gradient_cosine"] < 1 - 1e-6
     assert 1e-4 < result["max_rel_gradient_error"] < 0.2
 
@@ -163,7 +165,7 @@ def test_rounded_weights_are_near_and_equal_rows_are_no_trouble(quantize) -> Non
     loaded.model.get_parameter(name).data[1] = 0.0
     before = loaded.model.get_parameter(name).detach().clone()
     BlockFunctions(loaded, method_config("mesp", {}), quantize).weights()
-    after, steps = loaded.model.get_parameter(name), 15 if quantize == "q4" else 127
+    after, steps = loaded.model.get_parameter(name), 15 if "4" in quantize else 127
     assert float((after - before).abs().max()) <= 1.05 * float(before.abs().max()) / steps
     assert torch.isfinite(after).all() and torch.allclose(after[:2], before[:2], rtol=1e-3)
 
@@ -182,9 +184,39 @@ def test_what_rounds_too_much_is_not_written(monkeypatch) -> None:
     assert "cosine" in str(caught.value) and "int8" in str(caught.value.hint)
 
 
+def test_the_file_of_integers_with_four_bits_is_that_of_q4() -> None:
+    """One copy of a matrix serves both orientations, in this project's ops and in stock kernels."""
+    folder = program(FOUR_BITS)
+    assert not (folder / "layers").exists()
+    files = [(path / WEIGHTS_NAME) for path in (folder, program("blocks, q4"))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    methods = read_manifest(folder).program_spec.methods
+    for name in ("block_forward_2x16", "block_backward_2x16"):
+        ours, stock = (
+            [port for port in methods[one].inputs if port.role == "frozen"]
+            for one in (f"fused_{name}", name)
+        )
+        assert ours == stock and any(port.dtype == "uint8" for port in ours)
+
+
+def test_four_bits_without_this_projects_ops_are_refused_by_name(monkeypatch) -> None:
+    from ondevice.methods.mesp import program as mesp
+
+    def found(name: str, **settings: str) -> str:
+        (job,) = artifacts.export_jobs(config(name, **settings))
+        return "; ".join(target("android-cpu").check(job))
+
+    four = {"export.quantize": "8da4w"}
+    assert "export.kernels is stock" in found("blocks, q4", **four, **{"export.kernels": "stock"})
+    assert "blocks of qwen2_moe" in found("blocks of qwen2_moe, q4", **four)
+    assert "8da4w" not in found("blocks, q4", **four)
+    monkeypatch.setattr(mesp, "has_compiler", lambda: False)
+    assert "no C++ compiler" in found("blocks, q4", **four)
+
+
 def test_forms_that_a_program_does_not_have_are_named() -> None:
     for name, settings in (
-        ("blocks", {"export.quantize": "8da4w"}),
+        ("blocks", {"export.quantize": "w8"}),
         ("functional", {"export.quantize": "8da8w"}),
     ):
         problems = target("android-cpu").check(artifacts.export_jobs(config(name, **settings))[0])

@@ -24,7 +24,9 @@ from tests.programs import program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch import blocks_model as module
+from ondevice.exporters.executorch.blocks import BlocksSession
 from ondevice.exporters.executorch.blocks_model import BlocksModel, check_blocks_model
+from tests.methods.reference import batch
 
 PROMPT = list(b"A prompt of more tokens than are read at once: forty-one, or a few more.")
 
@@ -80,6 +82,55 @@ def test_any_cut_of_a_prompt_gives_the_same(opened) -> None:
         writer = BlocksModel(opened)
         writer.feed(PROMPT[:cut])
         np.testing.assert_allclose(writer.feed(PROMPT[cut:]), whole, rtol=0, atol=1e-5)
+
+
+def test_a_long_prompt_takes_the_widest_pass_and_a_short_one_does_not(opened, monkeypatch) -> None:
+    sizes: list[int] = []
+    whole = BlocksModel._pass
+
+    def watched(self: BlocksModel, ids: Any, size: int) -> Any:
+        sizes.append(size)
+        return whole(self, ids, size)
+
+    monkeypatch.setattr(module.BlocksModel, "_pass", watched)
+    writer = BlocksModel(opened)
+    for count, expected in ((65, [128]), (64, [32, 32]), (1, [1]), (33, [32, 1])):
+        sizes.clear()
+        writer.feed(PROMPT[:count])
+        assert sizes == expected
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks, int8", "blocks, q4"])
+def test_answers_in_this_projects_ops_are_those_of_the_stock_functions(name: str) -> None:
+    found = []
+    for stock in (False, True):
+        session = BlocksSession(program(name), read_manifest(program(name)), stock=stock)
+        session.load_adapter(random_adapter(session))
+        writer = BlocksModel(session)
+        assert session.fused is not stock and (len(writer.sizes) == 2) is stock
+        found.append([writer.feed(PROMPT[:38]), writer.feed([65])])
+        session.close()
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
+
+
+def test_one_artifact_trains_answers_and_trains_on(opened) -> None:
+    rows = [batch(2, 16, seed=number) for number in range(3)]
+
+    def trained(answers: bool) -> tuple[list[float], Any]:
+        opened.restart()
+        losses, told = [], None
+        for number, row in enumerate(rows):
+            losses.append(opened.step(*row, number, 1e-2).loss)
+            if answers:
+                told = BlocksModel(opened).feed(PROMPT)
+        return losses, (opened.state()["adapter"].tobytes(), told)
+
+    plain, (state, _) = trained(False)
+    losses, (same, told) = trained(True)
+    assert (losses, same) == (plain, state)
+    with adapted(loaded := load_model(source_of("blocks")), opened.adapter()), torch.no_grad():
+        expected = loaded.model(torch.tensor([PROMPT])).logits[0, -1].numpy()
+    np.testing.assert_allclose(told, expected, rtol=0, atol=1e-4)
 
 
 def test_the_context_is_kept_to() -> None:
