@@ -114,7 +114,7 @@ def test_a_tiny_model_has_no_files_for_vllm(tmp_path: Path) -> None:
     save_adapter(random_adapter(tiny_model("llama")), tmp_path / "a")
     words = "tiny:llama has no files that vLLM could load"
     for dry_run in (True, False):
-        with pytest.raises(ConfigError, match=words[:30]) as caught:
+        with pytest.raises(ConfigError) as caught:
             convert(tmp_path / "a", "vllm", tmp_path / "f", model="tiny:llama", dry_run=dry_run)
         assert caught.value.message == words
         assert "--to safetensors" in str(caught.value.hint)
