@@ -72,7 +72,7 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
         ("lora", "torch", 59),
         ("mesp", "mlx", 63),
         ("prge", "torch", 69),
-        ("slideformer", "torch", 82),
+        ("slideformer", "torch", 83),
     ],
 )
 def test_a_run_calls_few_files(
