@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from ondevice.core.process import wait_asleep
 from tests.sampling import left_out
-from tests.warm import Warm, preloaded
+from tests.warm import Warm, preloaded, read_by_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 gc.set_threshold(
@@ -25,6 +26,7 @@ gc.set_threshold(
 GROWN_BYTES = 512 << 20
 _frozen_bytes = 0
 _WARM = pytest.StashKey[Warm]()
+DIFFERENT = pytest.StashKey[dict[str, str | None]]()
 
 # Tests never reach for the network: a model that is not on this machine is an error at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -105,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if is_worker or not getattr(config.option, "numprocesses", None) or config.option.collectonly:
         return
+    wait_asleep()  # as the package does in a worker: forks have the environment of its commands
     folder = tempfile.TemporaryDirectory()
     processes = Warm(Path(folder.name), preloaded(), wait=False)
     config.stash[_WARM] = processes
@@ -118,6 +121,16 @@ def pytest_configure_node(node: Any) -> None:
     processes = node.config.stash.get(_WARM, None)
     if processes is not None and processes.process is not None:
         node.workerinput["warm"] = (str(processes.folder), processes.environment)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note which variables the imports of the tests have set, by which commands could not fork."""
+    if shared := getattr(session.config, "workerinput", {}).get("warm"):
+        own, started_with = map(read_by_imports, (os.environ, shared[1]))
+        session.config.stash[DIFFERENT] = {
+            name: own.get(name) for name in own | started_with
+            if own.get(name) != started_with.get(name)
+        }  # fmt: skip
 
 
 @pytest.fixture(scope="session")

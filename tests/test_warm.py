@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DIFFERENT
 from tests.warm import BY_IMPORTS, HEADER_BYTES, Warm, fits
 
 pytestmark = pytest.mark.skipif(
@@ -69,6 +70,11 @@ def test_a_warm_process_has_the_arguments_environment_and_exit_status_of_a_fresh
     late = "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
     code = f"import atexit, threading, time; atexit.register(print, 'at exit', end=''); {late}; print('main')"
     assert ended(warm, "-c", code)[:2] == (0, "main\nthread\nat exit")
+
+
+def test_commands_of_the_workers_of_a_run_fork(pytestconfig: pytest.Config) -> None:
+    """Variables that the tests' imports set are those of the process that forks."""
+    assert pytestconfig.stash.get(DIFFERENT, {}) == {}
 
 
 def test_where_imports_start_threads_python_starts_as_ever(

@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def fits(task: dict[str, Any], started_with: dict[str, str]) -> bool:
     """Return True if a fork can give what is asked for."""
     words = task["words"][task["words"][0] == "-P" :]
     known = words[0] in ("-m", "-c") or not words[0].startswith("-")
-    return known and _read_by_imports(task["environment"]) == _read_by_imports(started_with)
+    return known and read_by_imports(task["environment"]) == read_by_imports(started_with)
 
 
 def become(task: dict[str, Any], paths: list[str]) -> None:
@@ -334,7 +335,8 @@ def enter(network: int) -> None:
     os.close(network)
 
 
-def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
+def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an import reads."""
     return {
         key: value
         for key, value in environment.items()

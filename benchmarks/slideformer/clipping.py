@@ -33,6 +33,7 @@ from ondevice.offload import presumed, updater
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.units import cut
 
+NEEDS = ()
 LAYERS = 6
 COPY_S = 0.08
 """Seconds of a layer's copy: long compared with what Python does between two."""
