@@ -566,7 +566,7 @@ class RoutingTraits:
 
     Attributes:
         scores: of a token's experts: `softmax` of the router's logits over all of them, or the `sigmoid` of each.
-        bias: a number of each expert is added to its score for the choice; weights have it not.
+        bias: each expert's number is added to its score when experts are chosen, but not to its weight.
         normalised: weights are divided by their sum and `least`.
         scale: factor of the weights.
     """

@@ -130,7 +130,8 @@ class BlockFunctions:
             f"{linear_name(self.loaded, target)}.weight" for target in self.dims.linear_shapes
         }
         matrices |= self._shared_shapes.keys()
-        matrices |= {self._dense_name(part) for part in GATED_MLP}
+        if isinstance(self.dims, MoeDims):
+            matrices |= {self._dense_name(part) for part in GATED_MLP}
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
             for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen(layer)):
@@ -195,8 +196,6 @@ class BlockFunctions:
 
     def _dense_name(self, part: str) -> str:
         family: Any = self.loaded.family
-        if not isinstance(self.dims, MoeDims):
-            return ""
         return f"{IN_BLOCK}.{family.dense_path(part)}.weight"
 
     def _dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
