@@ -18,6 +18,7 @@ import gc
 import os
 import tempfile
 import time
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ LORA: dict[str, Any] = {
 }
 RATE = 1e-4
 NEEDS = ("trl",)
-SYSTEMS = ("ours", "trl")
+STREAMED = "ours, weights streamed"
+SYSTEMS = {"cpu": ("ours", "trl"), "cuda": ("ours", STREAMED, "trl")}
 COLUMNS = [
     {"key": "objective", "title": "Objective"},
     {"key": "system", "title": "System"},
@@ -134,17 +136,26 @@ class Turns:
         self.pipe.send((time.perf_counter() - wall, time.process_time() - cpu, tokens))
 
 
-def ours(args: argparse.Namespace, name: str, turns: Turns) -> dict[str, int]:
+def ours(
+    args: argparse.Namespace, name: str, turns: Turns, streamed: bool = False
+) -> dict[str, int]:
     """Train with MeSP."""
     from ondevice import method_config, open_session
     from ondevice.data.batching import Batches
-    from ondevice.models import load_model
+    from ondevice.models import load_model, open_model
     from ondevice.objectives import objective
     from ondevice.training.preferences import PreferenceBatches, Preferences
 
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    settings = dict(LORA)
+    loaded: Any
+    if streamed:
+        loaded = open_model(args.model, dtype=args.dtype)
+        settings["weight_placement"] = "streamed"
+    else:
+        loaded = load_model(args.model, device=args.device, dtype=args.dtype)
     memory = Memory() if args.device == "cpu" else GpuMemory()
-    session: Any = open_session(loaded, method_config("mesp", LORA), 0)
+    config = method_config("mesp", settings)
+    session: Any = open_session(loaded, config, 0, device=args.device)
     dataset = encoded(longest_pairs(args), loaded.tokenizer)
     learns = Preferences(objective(name), dataset, None, 0, {})
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +256,7 @@ def work(args: argparse.Namespace, system: str, name: str, pipe: Any) -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    run = {"ours": ours, "trl": theirs}[system]
+    run = {"ours": ours, STREAMED: partial(ours, streamed=True), "trl": theirs}[system]
     pipe.send(run(args, name, Turns(pipe, args.device)))
 
 
@@ -253,27 +264,29 @@ def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Train both systems with one objective, a step of each in turn; the first is not counted."""
     context = get_context("spawn")
     pipes: dict[str, Any] = {}
-    for system in SYSTEMS:
+    systems = SYSTEMS[args.device]
+    for system in systems:
         pipes[system], end = context.Pipe()
         context.Process(target=work, args=(args, system, name, end), daemon=True).start()
         end.close()  # so that a worker that fails ends the run
-    times: dict[str, list[tuple[float, float, int]]] = {system: [] for system in SYSTEMS}
+    times: dict[str, list[tuple[float, float, int]]] = {system: [] for system in systems}
     for step in range(args.repeats + 1):
-        for system in SYSTEMS[:: 1 if step % 2 else -1]:
+        for system in systems[:: 1 if step % 2 else -1]:
             pipes[system].send("step")
             found = pipes[system].recv()
             if step:
                 times[system].append(found)
     rows = []
-    for system in SYSTEMS:
+    for system in systems:
         walls, cpus, tokens = zip(*times[system], strict=True)
         row = {"objective": name, "system": system, "step_s": list(walls), "cpu_s": list(cpus)}
         rows.append({**row, "tokens": tokens[0] or None, **pipes[system].recv()})
-    mine, peer = rows
-    mine["memory_of_trl"] = mine["peak_bytes"] / peer["peak_bytes"]
-    mine["above_of_trl"] = mine["above_bytes"] / peer["above_bytes"]
+    *own, peer = rows
     clock = "cpu_s" if args.device == "cpu" else "step_s"
-    mine["time_of_trl"] = median(mine[clock]) / median(peer[clock])
+    for mine in own:
+        mine["memory_of_trl"] = mine["peak_bytes"] / peer["peak_bytes"]
+        mine["above_of_trl"] = mine["above_bytes"] / peer["above_bytes"]
+        mine["time_of_trl"] = median(mine[clock]) / median(peer[clock])
     return rows
 
 

@@ -42,7 +42,7 @@ def graphs_for(weights: Weights, config: MespConfig) -> StepGraphs | None:
     """Return where graphs are kept; None if passes cannot be graphs."""
     known = not weights.dims.experts and config.weight_placement == "resident"
     record = recorder(weights.device)
-    if record is None or not known or config.activations == "host" or not config.cuda_graphs:
+    if record is None or not known or not config.cuda_graphs:
         return None
     return StepGraphs(record)
 
@@ -68,6 +68,8 @@ class GraphedPasses:
     replay_back: Callable[[], None]
     work: tuple[Callable[[], None], ...]
     """What the graphs do; it holds the tensors that they read, such as the rotations."""
+    host: list[Tensor]
+    """Host memory in which inputs of blocks wait; a larger batch has another."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Return the last block's output [N, D], to be overwritten with its gradient."""
@@ -152,7 +154,8 @@ class StepGraphs:
         replay = record(forward)
         replay_back = record(backward)
         work = (forward, backward)
-        return GraphedPasses(ids_BT, x_ND, self.gradients, replay, replay_back, work)
+        host = model.inputs.host
+        return GraphedPasses(ids_BT, x_ND, self.gradients, replay, replay_back, work, host)
 
     def _carrier(self, tokens: int, model: Model) -> Tensor:
         """Return [tokens, D]: memory of the largest shape, of which smaller ones take a part."""

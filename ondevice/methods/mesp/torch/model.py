@@ -249,7 +249,6 @@ class Model:
                     block, x, g, positions(i), rows, gradients, last=i == 0, kept=kept[i]
                 )
             done(i)
-            self.inputs.done(i)
             del x
 
     def padded(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ondevice.methods.mesp.check import check_streamed
 from ondevice.methods.mesp.torch.weights import (
     Dense,
     Frozen,
+    Matrix,
     OfLayer,
     Positions,
     by_layer,
@@ -34,13 +35,58 @@ from ondevice.methods.mesp.torch.weights import (
     scaled,
 )
 from ondevice.nn.layer_inputs import LayerInputs
+from ondevice.offload.device import buffer
 
 if TYPE_CHECKING:
     from ondevice.core.untrusted import TensorPlace
     from ondevice.models import ModelFiles
 
+READERS = 8
+"""Threads that read one block, at most."""
+PIECE_BYTES = 8 << 20
+ALIGNED = 256
+"""Addresses of tensors are multiples of this."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Place(NamedTuple):
+    """Where numbers lie: from byte `start` of a file on."""
+
+    name: str
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Staging:
+    """Pinned host memory between files and a GPU, twice: one is filled while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.copied: list[Any] = [None, None]
+        self.turn = 0
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return host memory, uint8 [size_bytes], that no copy reads any more."""
+        self.turn = 1 - self.turn
+        if (copied := self.copied[self.turn]) is not None:
+            copied.synchronize()
+        if self.memory[self.turn].nbytes < size_bytes:
+            self.memory[self.turn] = buffer(size_bytes, pin=True)
+        return self.memory[self.turn][:size_bytes]
+
+    def copy(self, memory: Tensor) -> Tensor:
+        """Return a copy of what was taken on the GPU, in the order of its current stream."""
+        value = memory.to(self.device, non_blocking=True)
+        self.copied[self.turn] = torch.cuda.current_stream(self.device).record_event()
+        return value
 
 
 class Files:
@@ -71,14 +117,10 @@ class Files:
                 self.tensors[name] = (path, stored)
             self.open[path] = os.open(path, os.O_RDONLY)
 
-    def read(
+    def place(
         self, name: str, first: int = 0, rows: int | None = None, columns: slice | None = None
-    ) -> Tensor:
-        """Read a tensor, or `rows` of it, or `columns` of one row, on the CPU in the file's dtype.
-
-        Raises:
-            ModelError: the file has become shorter.
-        """
+    ) -> Place:
+        """Return where a tensor lies, or `rows` of it, or `columns` of one row."""
         path, stored = self.tensors[name]
         shape = stored.shape
         if rows is not None:
@@ -88,19 +130,30 @@ class Files:
         if columns is not None:
             shape = (1, columns.stop - columns.start)
             before += columns.start
-        value = torch.empty(shape, dtype=DTYPES[stored.dtype])
-        memory = value.view(-1).view(torch.uint8).numpy().data
-        at = stored.start + before * value.element_size()
+        dtype = DTYPES[stored.dtype]
+        return Place(name, path, stored.start + before * dtype.itemsize, shape, dtype)
+
+    def fill(self, memory: memoryview, place: Place, at: int = 0) -> None:
+        """Read into `memory` from byte `at` of a place on.
+
+        Raises:
+            ModelError: the file has become shorter.
+        """
         done = 0
         while done < len(memory):
-            count = os.preadv(self.open[path], [memory[done:]], at + done)
+            count = os.preadv(self.open[place.path], [memory[done:]], place.start + at + done)
             if count == 0:
                 raise ModelError(
-                    f"{path} became shorter while it was read",
-                    expected=f"all of tensor '{name}'",
+                    f"{place.path} became shorter while it was read",
+                    expected=f"all of tensor '{place.name}'",
                     hint="the run's last checkpoint is unharmed: copy the model again and resume",
                 )
             done += count
+
+    def read(self, place: Place) -> Tensor:
+        """Read numbers on the CPU in the file's dtype; see `fill`."""
+        value = torch.empty(place.shape, dtype=place.dtype)
+        self.fill(value.view(-1).view(torch.uint8).numpy().data, place)
         return value
 
     def close(self) -> None:
@@ -136,13 +189,18 @@ class Streamed:
         self.norm = factor(self.dims, self._fetch(f"{files.family.last_norm}.weight"))
         self.inputs = self._layer_inputs()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        readers = min(READERS, os.cpu_count() or 1)
+        self.readers = ThreadPoolExecutor(readers, thread_name_prefix="weights-of")
+        self.staging = Staging(device) if device.type == "cuda" else None
         self.coming: dict[tuple[int, ...], Future[Any]] = {}
         """Reads under way: (number,) of a block, (first, last row) of a tile."""
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Read the rows of the batch's tokens, and no others."""
         unique, index = ids_BT.cpu().unique(return_inverse=True)
-        rows = torch.cat([self.files.read(EMBEDDING, token, 1) for token in unique.tolist()])
+        rows = torch.cat(
+            [self.files.read(self.files.place(EMBEDDING, token, 1)) for token in unique.tolist()]
+        )
         return scaled(self.dims, rows[index.reshape(-1)].to(self.device, self.dtype))
 
     def positions(self, length_tokens: int) -> Positions:
@@ -160,7 +218,8 @@ class Streamed:
 
         def rows(ids_N: Tensor, own: slice) -> Tensor:
             unique, index = ids_N.cpu().unique(return_inverse=True)
-            found = [self.files.read(table, token, 1, own) for token in unique.tolist()]
+            places = [self.files.place(table, token, 1, own) for token in unique.tolist()]
+            found = [self.files.read(place) for place in places]
             return torch.cat(found)[index].to(self.device, self.dtype)
 
         return LayerInputs(rows, self._fetch(projection), self._fetch(norm), self.dims.norm_eps)
@@ -188,33 +247,61 @@ class Streamed:
             self.coming[then] = self.thread.submit(read, *then)
         return weights
 
-    def _fetch(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        return self.files.read(name, first, rows).to(self.device, self.dtype)
+    def _fetch(self, name: str) -> Tensor:
+        return self.files.read(self.files.place(name)).to(self.device, self.dtype)
+
+    def _fetch_all(self, places: list[Place]) -> list[Tensor]:
+        """Read tensors side by side, in pieces; they are parts of one memory on the device."""
+        starts = [0]
+        for place in places:
+            starts.append(starts[-1] + -(-place.bytes // ALIGNED) * ALIGNED)
+        if self.staging is None:
+            memory = torch.empty(starts[-1], dtype=torch.uint8)
+        else:
+            memory = self.staging.take(starts[-1])
+        into = memory.numpy().data
+        pieces = [
+            (into[start + at : start + min(at + PIECE_BYTES, place.bytes)], place, at)
+            for place, start in zip(places, starts)
+            for at in range(0, place.bytes, PIECE_BYTES)
+        ]
+        for _ in self.readers.map(lambda piece: self.files.fill(*piece), pieces):
+            pass
+        if self.staging is not None:
+            memory = self.staging.copy(memory)
+        return [
+            memory[start : start + place.bytes].view(place.dtype).view(place.shape).to(self.dtype)
+            for place, start in zip(places, starts)
+        ]
 
     def _tile(self, low: int, high: int) -> Tensor:
-        return self._fetch(self.head, low, high - low)
+        return self._fetch_all([self.files.place(self.head, low, high - low)])[0]
 
     def _block(self, i: int) -> Frozen:
-        linears = {}
         traits = self.dims.traits
-        for part, one in self.dims.block_linears(i).items():
-            name = self.family.weight_path(i, one.target)
-            bias = self._fetch(f"{name}.bias") if self.dims.linear_bias(one.target) else None
-            linears[part] = (Dense(self._fetch(f"{name}.weight")), bias)
-        norms = {
-            place: factor(self.dims, self._fetch(f"model.layers.{i}.{name}.weight"))
-            for place, name in traits.norms_of(i)
+        parts = self.dims.block_linears(i)
+        names = {part: self.family.weight_path(i, one.target) for part, one in parts.items()}
+        biased = [part for part, one in parts.items() if self.dims.linear_bias(one.target)]
+        wanted = {("weight", part): f"{name}.weight" for part, name in names.items()}
+        wanted |= {("bias", part): f"{names[part]}.bias" for part in biased}
+        own = f"model.layers.{i}"
+        wanted |= {("norm", place): f"{own}.{name}.weight" for place, name in traits.norms_of(i)}
+        of_mixer = self.dims.mixer_tensors(i)
+        wanted |= {("mixer", part): f"{own}.{name}" for part, (name, _) in of_mixer.items()}
+        read = self._fetch_all([self.files.place(name) for name in wanted.values()])
+        found = dict(zip(wanted, read, strict=True))
+        linears: dict[str, tuple[Matrix, Tensor | None]] = {
+            part: (Dense(found["weight", part]), found.get(("bias", part))) for part in parts
         }
+        norms = {place: factor(self.dims, found["norm", place]) for place, _ in traits.norms_of(i)}
         norms |= plain_norms(self.dims, i, self.norm)
-        mixer = {
-            part: mixer_tensor(self._fetch(f"model.layers.{i}.{name}"))
-            for part, (name, _) in self.dims.mixer_tensors(i).items()
-        }
+        mixer = {part: mixer_tensor(found["mixer", part]) for part in of_mixer}
         return Frozen(norms, linears, mixer=mixer)
 
     def close(self) -> None:
-        """End the thread and close the files."""
+        """End the threads and close the files."""
         self.thread.shutdown(wait=True, cancel_futures=True)
+        self.readers.shutdown(wait=True, cancel_futures=True)
         self.files.close()
 
 

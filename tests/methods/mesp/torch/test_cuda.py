@@ -99,6 +99,24 @@ def _steps_by_place(losses: list[list[float]]) -> None:
         losses.append(opened.evaluate(*rows(2, 40, 9))[0].tolist())
 
 
+def test_graphs_with_inputs_on_the_host_change_no_bit() -> None:
+    """A larger batch in between gets other host memory, which graphs of smaller ones do not read."""
+    shapes = [(2, 64), (2, 64), (2, 64), (4, 256), (2, 64), (4, 256), (4, 256), (2, 64)]
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for place in ("device", "host"):
+            opened = on_gpu(torch.bfloat16, activations=place)
+            for step, shape in enumerate(shapes):
+                opened.step(*rows(*shape, step), step, 1e-2)
+            assert len(opened.model.graphs.made) == 2
+            found.append(opened.state())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in found[0].items():
+        assert np.array_equal(value, found[1][name]), name
+
+
 def test_what_a_step_keeps_and_graphs_change_no_bit() -> None:
     """Under deterministic kernels, with lengths that share a bucket."""
     settings = [

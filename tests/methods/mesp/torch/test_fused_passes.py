@@ -187,12 +187,13 @@ def test_a_larger_shape_drops_the_graphs_before_it() -> None:
     ]
 
 
-def test_steps_as_graphs_change_no_bit() -> None:
+@pytest.mark.parametrize("activations", ["device", "host"])
+def test_steps_as_graphs_change_no_bit(activations) -> None:
     """Lengths that share a bucket, another number of rows, and parts of a batch."""
     shapes = [(3, 40), (3, 40), (3, 37), (1, 40), (3, 64), (3, 33), (3, 40), (1, 40)]
     states = []
-    for record in (None, again):
-        opened = session(tiny_model("llama", 1))
+    for record, place in ((None, "device"), (again, activations)):
+        opened = session(tiny_model("llama", 1), activations=place)
         model: Any = opened.model
         model.graphs = StepGraphs(record)  # type: ignore[arg-type]
         losses = [
