@@ -38,7 +38,7 @@ PACKAGES = (
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
 
-PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s", "--scratch")
+PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s", "--scratch", "--plot")
 """Arguments with a value that changes no measurement."""
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,10 @@ Every cell is `ondevice.train` with the rows of a task, and its accuracy (F1 for
 validation rows: `default` is prge as it comes; `prge q=1` and `prge q=4` are the paper's settings
 at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Algorithm 2), with the
 paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
-as it is. A cell's run and figures stay in its folder under --runs: a second call goes on where the
-first one ended, and --dry-run prints the remaining runs and their cost.
+as it is; `mesp`, which computes a block's forward pass again, and `lora` train rank 8 on all linear
+layers. With --plot accuracies are drawn over peak memory. A cell's run and figures stay in its folder
+under --runs: a second call goes on where the first one ended, and --dry-run prints the remaining runs
+and their cost. All cells of a seed are run before those of the next one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,12 @@ from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ("torch",)
 TASKS = "sst2,rte,boolq,wic,wsc,multirc,copa,squad"
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER: dict[str, Any] = {
+    "method.rank": 8,
+    "method.alpha": 16.0,
+    "method.target_modules": LINEARS,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "zero-shot": {},
     "default": {"method.name": "prge", "train.batch_size": 4},
@@ -44,6 +56,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "train.batch_size": 16,
     },
     "lora-fa": {"method.name": "lora-fa", "train.batch_size": 8},
+    "mesp": {
+        "method.name": "mesp",
+        "method.recompute": "all",
+        "train.batch_size": 8,
+        **ADAPTER,
+    },
+    "lora": {"method.name": "lora", "train.batch_size": 8, **ADAPTER},
     "full": {"method.name": "full", "train.batch_size": 8},
 }
 ROW_FORWARDS = {
@@ -52,10 +71,12 @@ ROW_FORWARDS = {
     "prge q=4": 32,
     "mezo": 32,
     "lora-fa": 24,
+    "mesp": 32,
+    "lora": 24,
     "full": 24,
 }
-"""Row forwards a step; a backward pass counts as two."""
-FIRST_ORDER = ("lora-fa", "full")
+"""Row forwards a step; a backward pass counts as two, a block's recomputation as one."""
+FIRST_ORDER = ("lora-fa", "mesp", "lora", "full")
 TOKENS = 256
 COLUMNS = [
     {"key": "task", "title": "Task"},
@@ -69,6 +90,7 @@ COLUMNS = [
     {"key": "values", "title": "Last, by seed", "digits": 3},
     {"key": "row_forwards", "title": "Row forwards, all steps", "digits": 0},
     {"key": "seconds", "title": "Seconds a run", "digits": 1},
+    {"key": "peak_device_bytes", "title": "Peak on the GPU (MB)", "digits": 0, "scale": 1e-6},
 ]
 
 
@@ -92,7 +114,7 @@ class Cell:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, "--model", "--data", "--eval-rows")
+    add_arguments(parser, "--model", "--data", "--eval-rows", "--processes")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
@@ -107,6 +129,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the remaining runs and their cost"
     )
+    parser.add_argument("--plot", type=Path, help="draw accuracy over peak memory to this file")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
     )
@@ -149,6 +172,7 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
         args.data / cell.task / f"{part}.jsonl" for part in ("train", "valid")
     )
     started, log = time.perf_counter(), cell.folder / "run" / FILE_NAME
+    peak = None
     if not cell.steps:
         found = evaluate(
             args.model, valid_rows, task=cell.task, most_rows=args.eval_rows, dtype=args.dtype, device=args.device,
@@ -167,12 +191,20 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
         done = train(RunConfig.load(None, settings), resume=log.is_file(), force=True)
         if done.result.interrupted or done.result.evaluation is None:
             raise KeyboardInterrupt
-        metric, last = score(done.result.evaluation.figures())
-        lines = map(json.loads, log.read_text().splitlines())
-        values = [score(line)[1] for line in lines if line["event"] == "evaluate"]
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        last_figures = done.result.evaluation.figures()
+        if last_figures.get("accuracy") is None:  # a run's evaluations write no answers
+            found = evaluate(
+                log.parent, valid_rows, most_rows=args.eval_rows, dtype=args.dtype, device=args.device,
+            )  # fmt: skip
+            last_figures = found.figures()
+            lines = [lines[-1]]
+        metric, last = score(last_figures)
+        values = [score(line)[1] for line in lines if line["event"] == "evaluate"] or [last]
+        peak = lines[-1].get("peak_device_bytes")
     figures = {
         "task": cell.task, "method": cell.method, "seed": cell.seed, "steps": cell.steps, "metric": metric,
-        "best": max(values), "last": last, "seconds": time.perf_counter() - started,
+        "best": max(values), "last": last, "seconds": time.perf_counter() - started, "peak_device_bytes": peak,
     }  # fmt: skip
     cell.folder.mkdir(parents=True, exist_ok=True)
     beside = cell.figures.with_name("figures.json.part")
@@ -203,6 +235,7 @@ def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "deviation": statistics.stdev(last) if len(last) > 1 else None, "values": last,
             "row_forwards": ROW_FORWARDS.get(method, 0) * steps,
             "seconds": statistics.mean(run["seconds"] for run in runs),
+            "peak_device_bytes": max((run.get("peak_device_bytes") or 0 for run in runs), default=0) or None,
         })  # fmt: skip
     return rows
 
@@ -228,27 +261,81 @@ def say_cost(left: list[Cell], done: list[dict[str, Any]]) -> None:
     )
 
 
+def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> list[dict[str, Any]]:
+    """Run cells, `args.processes` side by side, until the budget is used up."""
+    found: list[dict[str, Any]] = []
+
+    def said(cell: Cell, figures: dict[str, Any]) -> None:
+        found.append(figures)
+        print(
+            f"{len(found)}/{len(left)} {cell.task} | {cell.method} | seed {cell.seed}: {figures['metric']} "
+            f"{figures['last']:.3f} (best {figures['best']:.3f}), {figures['seconds']:.0f} s", flush=True,
+        )  # fmt: skip
+
+    waiting = iter(left)
+
+    def begun() -> Iterator[Cell]:
+        while time.perf_counter() - started <= args.budget_s and (cell := next(waiting, None)):
+            yield cell
+
+    if args.processes == 1:
+        for cell in begun():
+            said(cell, measure(cell, args))
+    else:
+        with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+            cells = begun()
+            running = {pool.submit(measure, c, args): c for c in islice(cells, args.processes)}
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    said(running.pop(future), future.result())
+                running |= {pool.submit(measure, c, args): c for c in islice(cells, len(ended))}
+    if len(found) < len(left):
+        print(f"left out for want of time: {len(left) - len(found)} runs", flush=True)
+    return found
+
+
+def draw(rows: list[dict[str, Any]], out: Path) -> None:
+    """Draw each method's mean and deviation over its peak memory, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, panels = pyplot.subplots(
+        1, len(tasks), figsize=(3.6 * len(tasks), 3.4), dpi=150, squeeze=False
+    )
+    for axes, task in zip(panels[0], tasks, strict=True):
+        for row in (row for row in rows if row["task"] == task):
+            if row["peak_device_bytes"] is None:
+                axes.axhline(row["last"], color="#999999", linewidth=1, linestyle=":")
+                continue
+            place = row["peak_device_bytes"] / 1e6, row["last"]
+            axes.errorbar(*place, yerr=row["deviation"], fmt="o", capsize=2, label=row["method"])
+        axes.set_title(f"{task} ({row['metric']})", loc="left", fontsize=10)
+        axes.set_xlabel("peak on the GPU (MB)")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][-1].legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(out)
+
+
 def main() -> None:
     args = parse_args(__doc__, arguments)
     started = time.perf_counter()
     wanted = cells(args)
     done = [figures for cell in wanted if (figures := read_figures(cell))]
-    left = [cell for cell in wanted if read_figures(cell) is None]
+    left = sorted((c for c in wanted if read_figures(c) is None), key=lambda cell: cell.seed)
     if args.dry_run:
         say_cost(left, done)
         return
-    for number, cell in enumerate(left, 1):
-        if time.perf_counter() - started > args.budget_s:
-            print(f"left out for want of time: {len(left) - number + 1} runs", flush=True)
-            break
-        figures = measure(cell, args)
-        done.append(figures)
-        print(
-            f"{number}/{len(left)} {cell.task} | {cell.method} | seed {cell.seed}: {figures['metric']} "
-            f"{figures['last']:.3f} (best {figures['best']:.3f}), {figures['seconds']:.0f} s", flush=True,
-        )  # fmt: skip
+    done += measure_all(left, args, started)
+    rows = table(done)
+    if args.plot:
+        draw(rows, args.plot)
     finish(
-        "prge/superglue", table(done), args, columns=COLUMNS, title="Tasks by methods, with the product's own runs",
+        "prge/superglue", rows, args, columns=COLUMNS, title="Tasks by methods, with the product's own runs",
         notes=[f"Accuracy, or F1 of generated answers, of {args.eval_rows} validation rows. Rows of at most {TOKENS} "
                "tokens. A backward pass counts as two forward passes."],
     )  # fmt: skip

@@ -41,6 +41,7 @@ def test_a_table_continues_at_its_last_row(
         return capsys.readouterr().out
 
     methods = "zero-shot,default,mezo,full"
+    picture = tmp_path / "accuracy.png"
     assert "left out for want of time: 7 runs" in call(
         "--methods", methods, "--seeds", "2", "--budget-s", "-1"
     )
@@ -50,13 +51,16 @@ def test_a_table_continues_at_its_last_row(
     first = next((tmp_path / "runs").rglob("default/0/figures.json"))
     before = first.stat().st_mtime_ns
     document: dict[str, Any] = json.loads(
-        call("--methods", methods, "--seeds", "2", "--json").splitlines()[-1]
+        call(
+            *("--methods", methods, "--seeds", "2", "--json"),
+            *("--processes", "2", "--plot", str(picture)),
+        ).splitlines()[-1]
     )
     jsonschema.validate(document, json.loads((ROOT / "benchmarks/results/schema.json").read_text()))
     assert [(row["method"], row["seeds"], row["steps"]) for row in document["rows"]] == [
         ("zero-shot", 1, 0), ("default", 2, 2), ("mezo", 2, 2), ("full", 2, 2)
     ]  # fmt: skip
-    assert first.stat().st_mtime_ns == before
+    assert first.stat().st_mtime_ns == before and picture.read_bytes().startswith(b"\x89PNG")
     log = [
         json.loads(line)
         for line in (first.parent / "run" / "events.jsonl").read_text().splitlines()
