@@ -61,21 +61,21 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, inputs on the host": {"recompute": "all", "activations": "host"},
 }
 IN_ITS_MEMORY = "ours, in Unsloth's memory"
-LITTLE_LOSS: dict[str, Any] = {"recompute": "all", "loss_chunk_tokens": 64}
+ON_HOST: dict[str, Any] = {"recompute": "all", "activations": "host"}
 FITTING: dict[tuple[str, str, int, int], dict[str, Any]] = {
-    ("8B, 8 layers", "bfloat16", 1, 2048): LITTLE_LOSS,
-    ("8B, 8 layers", "NF4", 1, 2048): LITTLE_LOSS,
-    ("8B, 8 layers", "bfloat16", 1, 8192): {"recompute": (8, 1, 3), "activations": "host"},
-    ("8B, 8 layers", "NF4", 1, 8192): {"recompute": (8, 1, 1), "activations": "host"},
-    ("8B, 8 layers", "bfloat16", 4, 2048): {"recompute": (8, 1, 3), "activations": "host"},
-    ("8B, 8 layers", "bfloat16", 1, 32768): {"recompute": (8, 2, 1), "activations": "host"},
-    ("Qwen3-0.6B", "bfloat16", 1, 128): {"recompute": "all", "loss_chunk_tokens": 32},
-    ("Qwen3-0.6B", "bfloat16", 4, 512): LITTLE_LOSS,
-    ("Qwen3-0.6B", "bfloat16", 4, 2048): {"recompute": "all", "activations": "host"},
+    ("8B, 8 layers", "bfloat16", 1, 2048): ON_HOST,
+    ("8B, 8 layers", "NF4", 1, 2048): {**ON_HOST, "loss_chunk_tokens": 256},
+    ("8B, 8 layers", "bfloat16", 1, 8192): {**ON_HOST, "recompute": (8, 1, 3)},
+    ("8B, 8 layers", "NF4", 1, 8192): {**ON_HOST, "recompute": (8, 1, 1)},
+    ("8B, 8 layers", "bfloat16", 4, 2048): {**ON_HOST, "recompute": (8, 1, 3)},
+    ("8B, 8 layers", "bfloat16", 1, 32768): {**ON_HOST, "recompute": (8, 2, 1)},
+    ("Qwen3-0.6B", "bfloat16", 1, 128): {**ON_HOST, "loss_chunk_tokens": 32},
+    ("Qwen3-0.6B", "bfloat16", 4, 512): {**ON_HOST, "loss_chunk_tokens": 128},
+    ("Qwen3-0.6B", "bfloat16", 4, 2048): {**ON_HOST, "loss_chunk_tokens": 192},
 }
-"""Settings with which a step takes at most Unsloth's memory: less of the loss at once, or the blocks'
-inputs on the host, which makes room for attention's output of 8 layers, gate and up of one or two,
-and the projections of one to three."""
+"""Settings with which a step takes at most Unsloth's memory: the blocks' inputs on the host, which
+makes room for the loss or for attention's output of 8 layers, gate and up of one or two, and the
+projections of one to three; and less of the loss at once for small models."""
 METHODS = (*OURS, IN_ITS_MEMORY, "peft + liger", "Unsloth")
 COLUMNS = [
     {"key": "model", "title": "Model"},
@@ -349,16 +349,17 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
         return open_session(loaded, method_config("mesp", {"bits": bits, **values}), 0, "cuda")
 
     name = (folder / "name").read_text()
-    session = opened(OURS.get(method, {"recompute": "all", "activations": "host"}))
+    session = opened(OURS.get(method, ON_HOST))
     del network
     torch.cuda.empty_cache()
     adapters = sum(t.nbytes for t in session.optimizer.tensors.values())
     weights = torch.cuda.memory_allocated() - adapters
-    sessions: dict[Any, Any] = {}
+    sessions: dict[Any, Any] = {None: session}
+    del session
 
     def of_shape(ids: Any) -> Any:
         if method != IN_ITS_MEMORY:
-            return session
+            return sessions[None]
         shape = (name, "NF4" if bits else "bfloat16", *ids.shape)
         if shape not in sessions:  # its memory is that of one shape
             sessions.clear()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -183,12 +185,13 @@ def _cudart() -> Any:
 class _Pages(mmap.mmap):
     """Anonymous private memory that takes its page lock back before it is unmapped."""
 
-    locked_at = 0
-    """The address that CUDA page-locked; 0 if it did not."""
+    unlock: Callable[[], object] | None = None
+    """Takes CUDA's page lock back; bound when it was taken, as modules are gone when a process
+    ends."""
 
     def __del__(self) -> None:
-        if self.locked_at:
-            _cudart().cudaHostUnregister(self.locked_at)
+        if self.unlock is not None:
+            self.unlock()
 
 
 def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
@@ -222,7 +225,7 @@ def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
         code = _cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
         if int(code) != 0:
             raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
-        pages.locked_at = tensor.data_ptr()
+        pages.unlock = partial(_cudart().cudaHostUnregister, tensor.data_ptr())
     return tensor
 
 
