@@ -80,8 +80,11 @@ class Streams(Protocol):
         """Return its values in `dtype`."""
         ...
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
-        """Compute w, and the bits of u that w does not hold (uint8, packed) or None."""
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute w, and the bits of u that w does not hold (uint8, packed) or None; they are only
+        taken if the step is to be `inverted`."""
         ...
 
     def inverse_step(
@@ -113,7 +116,9 @@ class FloatStreams:
     def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return stream.to(dtype)
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         total = self._added(v, branch, mix)
         if mix.past:
             total = total + (self._wide(u) if mix.past == 1.0 else self._wide(u) * mix.past)
@@ -153,7 +158,9 @@ class FixedStreams:
     def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return (stream.to(torch.float32) * 2.0**-self.fraction_bits).to(dtype)
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         added = self._quantised(branch, mix.branch)
         if mix.past == 1.0:
             return added.add_(u), None
@@ -162,6 +169,8 @@ class FixedStreams:
             return added, None
         sign = 1 if mix.past > 0 else -1
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
+        if not inverted:
+            return added, None
         return added, pack(u, mix.bits)
 
     def inverse_step(
