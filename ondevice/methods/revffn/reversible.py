@@ -412,10 +412,10 @@ class Reversible:
         newer = du
         if mix.present:
             newer = mix.present * dv if newer is None else newer + mix.present * dv
-        newer = grads[0].float() if newer is None else newer + grads[0].float()
+        newer = grads[0].float() if newer is None else newer + grads[0]
         count = len(graph.inputs)
         if count == 2:
-            older = grads[1].float() if older is None else older + grads[1].float()
+            older = grads[1].float() if older is None else older + grads[1]
         return older, newer, dict(zip(parameters, grads[count:], strict=True))
 
     def stored_hidden(self, ids_BT: Tensor) -> Tensor:
