@@ -109,19 +109,20 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
 class Gpu:
     """The model of a shape, and every way in turns."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, ways: dict[str, tuple[str, dict[str, Any], bool]] | None = None) -> None:  # fmt: skip
         import numpy as np
         import torch
 
         from benchmarks.revffn.peers import make
 
+        self.ways = WAYS if ways is None else ways
         self.args, self.cuda, self.started = args, args.device == "cuda", time.perf_counter()
         self.loaded = make(args.shape, args.layers, getattr(torch, args.dtype), args.device)
         self.random, self.vocab = np.random.default_rng(0), self.loaded.dims.vocab
         self.weights = sum(p.numel() * p.element_size() for p in self.loaded.model.parameters())
 
     def limit(self, name: str) -> float:
-        return (self.args.target_gb if WAYS[name][2] else self.args.limit_gb) * 1e9
+        return (self.args.target_gb if self.ways[name][2] else self.args.limit_gb) * 1e9
 
     def step(self, name: str, rows: int) -> tuple[float, int] | None:
         """Seconds and peak bytes of a step of `rows`, after a small one; None if memory does not
@@ -131,7 +132,7 @@ class Gpu:
         from benchmarks.revffn.peers import open_way
         from ondevice.core.errors import OndeviceError
 
-        kind, settings, _ = WAYS[name]
+        kind, settings, _ = self.ways[name]
         way = open_way(self.loaded, kind, loss_tiles=self.args.loss_tiles, **settings)
         try:
             way.step(*self.batch(2), 0, self.args.rate)
@@ -175,7 +176,7 @@ class Gpu:
         """Rows that fit: from two probes in a straight line, a little less than it says; None: not
         even two do."""
         probes, small, more = [], 4, 8
-        if "micro_batch_size" in WAYS[name][1]:
+        if "micro_batch_size" in self.ways[name][1]:
             small, more = 16, 32
         for rows in (small, more):
             measured = self.step(name, rows)

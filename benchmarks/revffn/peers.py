@@ -79,6 +79,10 @@ class Reversible:
     def close(self) -> None:
         self.session.loaded.model.requires_grad_(False)
 
+    def resume(self) -> None:
+        """Open it again after `close`."""
+        self.session.active = None
+
 
 class Ordinary:
     """The ordinary network with a checkpoint a block.
@@ -215,6 +219,11 @@ class Ordinary:
         self.peft = peft.get_peft_model(self.loaded.model, settings)
         trained = [p for p in self.peft.parameters() if p.requires_grad]
         self.adamw = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+
+    def resume(self) -> None:
+        """Open `sft` again after `close`."""
+        for parameter in self.named.values():
+            parameter.requires_grad_()
 
     def close(self) -> None:
         for hook in self.hooks:

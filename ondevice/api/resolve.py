@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.capabilities import DecidesFromMemory
+from ondevice.core.capabilities import DecidesFromMemory, Offloads
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.registry import naming_methods
 from ondevice.models import read_dims
@@ -231,7 +231,8 @@ def _check_packing(model: ModelConfig, placement: Placement, loaded: LoadedModel
 def _plan(
     config: RunConfig, placement: Placement, dims: ModelDims | None, placed: RunConfig | None
 ) -> Plan:
-    """Plan a run; on a GPU, `auto` settings first need its rates, which takes some seconds.
+    """Plan a run; on a GPU, `auto` settings of a method that offloads first need its rates, which
+    takes some seconds.
 
     Args:
         placed: the same run with settings that were decided before, which hold if it still fits.
@@ -243,6 +244,7 @@ def _plan(
         log.warning("the placement that this run began with no longer fits: it is decided again")
     plan = plan_run(config, placement, dims)
     decides = plan.request.method != config.method
-    if decides and placement.device == "cuda" and placement.world == 1:
+    offloads = placement.spec.capability(Offloads) is not None
+    if decides and offloads and placement.device == "cuda" and placement.world == 1:
         plan = plan_run(config, placement, dims, measure(plan))
     return plan

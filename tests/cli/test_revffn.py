@@ -133,9 +133,16 @@ def test_the_plan_says_what_would_need_less(ondevice) -> None:
     options = ("--model", MOE, "--method", "revffn", "--device", "h200", "--json")
     planned = ondevice("plan", *options)
     assert planned.code == 0, planned.err
-    parts = planned.json["parts_bytes"]
+    assert any("method.recompute: stored" in note for note in planned.json["notes"])
+    of = {}
+    for recompute in ("reversible", 1, "stored"):
+        answer = ondevice("plan", *options, "--set", f"method.recompute={recompute}").json
+        of[recompute] = answer["parts_bytes"]
+    parts = of["reversible"]
     assert {"gradients", "optimizer", "streams", "activations"} <= parts.keys()
-    stored = ondevice("plan", *options, "--set", "method.recompute=stored").json["parts_bytes"]
-    assert stored["gradients"] > parts["gradients"]
+    part = "kept of the forward pass"
+    assert part not in parts and 0 < of[1][part] < of["stored"][part]
+    assert of["stored"] == planned.json["parts_bytes"]
+    assert of["stored"]["gradients"] == parts["gradients"]
     factored = ondevice("plan", *options, "--set", "method.optimizer=adafactor").json["parts_bytes"]
     assert factored["optimizer"] < 0.3 * parts["optimizer"]

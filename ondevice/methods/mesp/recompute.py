@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ondevice.methods.memory_room import item_bytes, room_bytes
 from ondevice.methods.mesp.memory import (
     MEMORY,
     KeptLayers,
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
     from ondevice.methods.mesp.config import MespConfig, Recompute
 
-SHARE = 0.85
-"""Of the usable memory that is filled: the plan's parts are estimates, and allocators leave gaps."""
-AROUND_BYTES = 1 << 30
-"""Libraries and their workspaces."""
-
 
 def resolve(request: Any, rates: Any, host_bytes: int | None) -> tuple[MespConfig, str]:
     """Decide `recompute: auto` from the device's memory; see `DecidesFromMemory`."""
@@ -30,7 +26,7 @@ def resolve(request: Any, rates: Any, host_bytes: int | None) -> tuple[MespConfi
     computed = config.model_copy(update={"recompute": "all"})
     if request.device.torch_device == "cpu" or dims.whole or dims.experts:
         return computed, ""
-    room = room_bytes(request, computed)
+    room = room_bytes(request, needed_bytes(request, computed))
     rows = min(request.batch_size, config.micro_batch_size or request.batch_size)
     each = layer_bytes(dims, rows * request.length_tokens, item_bytes(request.dtype))
     counts = []
@@ -50,11 +46,11 @@ def setting(layers: KeptLayers, dims: ModelDims) -> Recompute:
     return layers.attention, layers.mlp, layers.projections
 
 
-def room_bytes(request: Any, config: MespConfig) -> int:
-    """Return the memory that a step leaves which computes everything again, bytes."""
+def needed_bytes(request: Any, config: MespConfig) -> int:
+    """Return what a step needs that computes everything again, its weights included, bytes."""
     dims, item = request.dims, item_bytes(request.dtype)
     tokens = request.batch_size * request.length_tokens
-    needed = weights(dims, config, item) + AROUND_BYTES
+    needed = weights(dims, config, item)
     needed += sum(
         MEMORY.step(dims, config, request.batch_size, request.length_tokens, item).values()
     )
@@ -62,12 +58,7 @@ def room_bytes(request: Any, config: MespConfig) -> int:
     needed += 3 * chunk * dims.intermediate * item  # wider than a CPU's chunk
     if config.bits and 2 * chunk < tokens:  # the MLP's matrices are dense for all chunks
         needed += 3 * dims.hidden * dims.intermediate * item
-    return int(SHARE * request.device.usable_bytes) - needed
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of a number."""
-    return 4 if dtype == "float32" else 2
+    return needed
 
 
 def said(layers: KeptLayers, dims: ModelDims) -> str:

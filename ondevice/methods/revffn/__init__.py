@@ -5,11 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.core.capabilities import HalfOnGpu, LearnsPreferences, OpensNetwork, Refuses
+from ondevice.core.capabilities import (
+    DecidesFromMemory,
+    HalfOnGpu,
+    LearnsPreferences,
+    OpensNetwork,
+    Refuses,
+)
 from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.memory import MEMORY, step_cost
+from ondevice.methods.revffn.recompute import resolve
 
 if TYPE_CHECKING:
     from ondevice.core.session import OpenedNetwork
@@ -43,6 +50,7 @@ METHOD = MethodSpec(
     memory=lambda: MEMORY,
     cost=lambda: step_cost,
     capabilities=(
+        DecidesFromMemory(resolve),
         HalfOnGpu(),
         LearnsPreferences(("torch",)),
         OpensNetwork(open_network),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from ondevice.core.config import StrictConfig
 from ondevice.core.flags import LEARNING_RATE, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY, Flag
 
 STAGE1_STEPS = 100
 """Steps of stage 1 if the settings name none and the coupling has adapters."""
+
+Recompute = Literal["auto", "reversible", "stored"] | NonNegativeInt
 
 
 class RevffnConfig(StrictConfig):
@@ -59,9 +61,10 @@ class RevffnConfig(StrictConfig):
     """`paper`: a block whose iteration does not converge is an error that names it, or its input is
     stored."""
 
-    recompute: Literal["reversible", "stored"] = "reversible"
-    """`stored` keeps all activations of the same network: the reference, and the faster way where
-    they fit."""
+    recompute: Recompute = "auto"
+    """What the backward pass computes again: `reversible` every block, `stored` none; or a number of
+    blocks, the last ones, whose activations are kept. `auto` keeps what fits in the GPU's memory,
+    before the first step. Results have the same bits."""
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
     """Bytes of state a parameter: `adamw` 8, `adamw8bit` (bitsandbytes) 2, `adafactor` and `sgd`
@@ -132,7 +135,7 @@ class RevffnConfig(StrictConfig):
                 "stage 1 trains adapters, and coupling: full has none; take coupling: exact or paper"
             )
         amplifies = self.coupling == "full" and self.gamma_bits > 0 and self.streams != "int32"
-        if amplifies and self.recompute == "reversible":
+        if amplifies and self.recompute != "stored":
             raise ValueError(
                 f"coupling: full multiplies an error by {2**self.gamma_bits} a layer on the way back, so only "
                 "streams: int32 inverts it; or take recompute: stored"

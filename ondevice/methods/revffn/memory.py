@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.dims import MoeDims
 from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.step_model import backward_bytes, forward_flops, head_flops, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.methods.revffn.config import RevffnConfig
+    from ondevice.methods.revffn.config import Recompute, RevffnConfig
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
@@ -18,7 +19,8 @@ CHUNK = 1 << 24
 """Elements that an update works on at once (`updates.CHUNK`), in four float32 copies if it needs
 any."""
 STREAM_COPIES = 3
-"""Copies of the streams, float32, that a step back holds in addition to the branch and the ends."""
+"""Copies of the streams, float32, that a step back holds in addition to its graph and the ends; one
+less if it is half a block."""
 
 
 def memory(
@@ -44,11 +46,11 @@ def memory(
     if rows < batch_size:
         item = 4
     adapters = adapter_numbers(dims, config)
-    stored = config.recompute == "stored"
+    kept = kept_blocks(config.recompute, dims.layers)
     if config.stage1_only:
         trained = adapters
         live = trained
-        if config.fused_update and not stored:
+        if config.fused_update:
             live = trained // dims.layers
     else:
         trained = dims.parameters + adapters
@@ -59,20 +61,23 @@ def memory(
             live = block + table
         else:
             live = max(block, table)
-        if stored or not config.fused_update:
+        if not config.fused_update:
             live = trained
     width = dims.hidden * (2 if config.coupling == "full" else 1)
     stream = {"bfloat16": 2, "int32": 4, "float32": 8}[
         config.streams
     ]  # float32 streams are summed in float64
-    activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
+    kept_bytes = kept * block_bytes(dims, config, batch_size, length_tokens, activation_bytes)
+    activations = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
+    activations += (STREAM_COPIES - (config.coupling != "full")) * tokens * width * 4
+    activations = max(0, activations - kept_bytes)  # by then the graphs are gone
     beside = _beside(dims, config) * (config.gamma_bits_on == "device")
-    norms = 4 * dims.layers * (config.coupling == "paper")
-    ends = 0
-    if not stored:
-        ends = width * (stream + 4) + beside + norms
-        activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
+    norms = 4 * (dims.layers - kept) * (config.coupling == "paper")
+    ends = width * 4 + beside + norms
+    if kept < dims.layers:
+        ends += width * stream
     logits = loss_bytes(dims, tokens, config.loss_tiles)
+    freed = max(activations, logits, kept_bytes // max(1, kept))
     copies = activation_bytes < 4 or config.optimizer in ("adafactor", "adamw8bit")
     update = 16 * min(CHUNK, dims.vocab * dims.hidden) * (copies and not config.stage1_only)
     return {
@@ -81,12 +86,43 @@ def memory(
         "optimizer": state_bytes(dims, config, trained),
         "streams": batch_size * length_tokens * ends,
         "noise": 0,
+        "kept of the forward pass": kept_bytes,
         "activations": activations,
         "logits": max(
             0, logits - activations
         ),  # the head is through before a block is computed again
-        "update": 0 if stored else max(0, update - max(activations, logits)),
+        "update": max(0, update - freed),
     }
+
+
+def kept_blocks(recompute: Recompute, layers: int) -> int:
+    """Return the blocks that keep their activations; `auto` that no one has decided keeps none."""
+    if isinstance(recompute, int):
+        return min(recompute, layers)
+    return layers if recompute == "stored" else 0
+
+
+def block_bytes(
+    dims: ModelDims, config: RevffnConfig, rows: int, length_tokens: int, activation_bytes: int
+) -> int:
+    """Return what the graph of one block holds, bytes.
+
+    Beyond `backward_bytes` these are the rows of experts, sorted, and their results; what goes into
+    the adapters of half-width streams; and in bfloat16 the norms' float32 inputs, and the adapters'
+    copies.
+    """
+    numbers = 0
+    copies = 0
+    if isinstance(dims, MoeDims):
+        numbers += 2 * dims.active_experts * dims.hidden + 3 * dims.experts
+        numbers += dims.hidden * bool(dims.shared_intermediate)
+    if config.coupling != "full":
+        numbers += 3 * dims.hidden
+    if activation_bytes < 4:
+        numbers += 2 * dims.hidden
+        copies = adapter_numbers(dims, config) // dims.layers
+    block = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
+    return block + (rows * length_tokens * numbers + copies) * activation_bytes
 
 
 def host_memory(
@@ -105,15 +141,16 @@ def host_memory(
     """
     tokens = batch_size * length_tokens
     bits = _beside(dims, config)
-    if not bits or config.recompute == "stored" or config.gamma_bits_on == "device":
+    if not bits or config.gamma_bits_on == "device":
         return {}
     return {"bits next to the streams": tokens * bits}
 
 
 def _beside(dims: ModelDims, config: RevffnConfig) -> int:
-    """Bytes a token of the bits that the steps' sums do not hold."""
+    """Bytes a token of the bits that the sums of the inverted steps do not hold."""
     bits = config.gamma_bits * (config.coupling == "full" and config.streams == "int32")
-    return (dims.layers - 1) * dims.hidden * bits // 8
+    inverted = dims.layers - kept_blocks(config.recompute, dims.layers)
+    return max(0, inverted - 1) * dims.hidden * bits // 8
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
@@ -144,6 +181,14 @@ def _less_optimizer_state(config: RevffnConfig, batch_size: int) -> RevffnConfig
     return config.model_copy(update={"optimizer": "adafactor"})
 
 
+def _nothing_kept(config: RevffnConfig, batch_size: int) -> RevffnConfig | None:
+    if config.recompute in ("auto", "reversible", 0):
+        return None
+    if config.coupling == "full" and config.gamma_bits and config.streams != "int32":
+        return None  # that network has no other way back
+    return config.model_copy(update={"recompute": "reversible"})
+
+
 def _a_row_at_once(config: RevffnConfig, batch_size: int) -> RevffnConfig | None:
     if batch_size == 1 or config.micro_batch_size == 1:
         return None
@@ -156,6 +201,7 @@ MEMORY = MemoryModel(
     host_note="the bits next to the streams wait in pinned host memory",
     host_hint="method.gamma_bits_on: device, fewer rows",
     reductions=(
+        Reduction("method.recompute: {config.recompute}", _nothing_kept),
         Reduction("method.optimizer: adafactor", _less_optimizer_state),
         Reduction("method.micro_batch_size: 1", _a_row_at_once),
     ),
@@ -166,8 +212,9 @@ def step_cost(
     dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, weight_bytes: int
 ) -> StepCost:
     """See `MethodSpec.step_cost`."""
-    # A block's branch is computed a second time, and not a third for the inversion.
-    forwards = 4 - (config.recompute == "stored")
+    # A block's branch is computed a second time, unless it is kept, and not a third for the
+    # inversion.
+    forwards = 4 - kept_blocks(config.recompute, dims.layers) / dims.layers
     forward = forward_flops(dims, batch_size, length_tokens)
     head = head_flops(dims, batch_size, length_tokens)
     return StepCost(forwards * forward + 4 * head, 5 * weight_bytes)

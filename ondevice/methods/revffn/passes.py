@@ -37,17 +37,17 @@ class Passes:
 
     Args:
         network: the blocks.
-        stored: keep all activations instead of rebuilding them.
+        kept: blocks, the last ones, that keep their graphs instead of being computed again.
         micro_batch_size: rows that are computed at once; None is all.
         loss_tiles: of the cross-entropy.
     """
 
     def __init__(
-        self, network: Reversible, stored: bool, micro_batch_size: int | None, loss_tiles: int
+        self, network: Reversible, kept: int, micro_batch_size: int | None, loss_tiles: int
     ) -> None:
         self.network = network
         self.family = network.family
-        self.stored = stored
+        self.kept = kept
         self.micro_batch_size = micro_batch_size
         self.loss_tiles = loss_tiles
         self.unreported = any(step.crossed for step in network.steps)
@@ -87,10 +87,7 @@ class Passes:
             reduces = [weighted(lambda nll_B, part=part: part) for part in weights]
         else:
             reduces = [weighted(weighed)]
-        run = self._reversible
-        if self.stored:
-            run = self._stored
-        return self._rescaled(lambda: run(ids, labels, reduces, on_unit))
+        return self._rescaled(lambda: self._computed(ids, labels, reduces, on_unit))
 
     def _rescaled(self, compute: Callable[[], Tensor]) -> Tensor:
         """The value of `compute`, called again with coarser streams until none overflows; its
@@ -101,11 +98,11 @@ class Passes:
             except StreamOverflow as error:
                 self.network.coarsen(error)
 
-    def _forward(self, ids_BT: Tensor, tree: Tree | None = None) -> Saved:
+    def _forward(self, ids_BT: Tensor, tree: Tree | None = None, kept: int = 0) -> Saved:
         if self.unreported:
             report(self.network, ids_BT)
             self.unreported = False
-        return self.network.forward(ids_BT, tree=tree)
+        return self.network.forward(ids_BT, tree=tree, kept=kept)
 
     def final_hidden(self, ids_BT: Tensor, tree: Tree | None = None) -> Tensor:
         """Return the final norm's output, [B, T, hidden]; the scale of training does not change.
@@ -122,14 +119,14 @@ class Passes:
             if before is not None:
                 self.network.fraction_bits = before
 
-    def _reversible(
+    def _computed(
         self,
         ids: tuple[Tensor, ...],
         labels: tuple[Tensor, ...],
         reduces: list[Reduce],
         on_unit: OnUnit,
     ) -> Tensor:
-        forwards = [self._forward(rows) for rows in ids]
+        forwards = [self._forward(rows, kept=self.kept) for rows in ids]
         outer = {name: value for name, value in self.outer.items() if value.requires_grad}
         head: Gradients = {}
         losses: list[Tensor] = []
@@ -137,6 +134,7 @@ class Passes:
         for targets, reduce in zip(labels, reduces, strict=True):
             saved = forwards.pop(0)
             hidden = self.network.hidden(saved).requires_grad_()
+            saved.leave_end()
             with torch.enable_grad():
                 loss = self._loss(hidden, targets, reduce)
             grad, *of_outer = torch.autograd.grad(
@@ -174,28 +172,6 @@ class Passes:
                 )
                 accumulate(embedding, dict(zip(names, grads, strict=True)), len(ids) > 1)
         self._hand_over(on_unit, embedding)
-        return torch.stack(losses).sum()
-
-    def _stored(
-        self,
-        ids: tuple[Tensor, ...],
-        labels: tuple[Tensor, ...],
-        reduces: list[Reduce],
-        on_unit: OnUnit,
-    ) -> Tensor:
-        named = {**self.outer, **{name: p for block in self.blocks for name, p in block.items()}}
-        named = {name: value for name, value in named.items() if value.requires_grad}
-        losses = []
-        total = dict[str, Tensor]()
-        for part, target, reduce in zip(ids, labels, reduces, strict=True):
-            with torch.enable_grad():
-                loss = self._loss(self.network.stored_hidden(part), target, reduce)
-            gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-            accumulate(total, dict(zip(named, gradients, strict=True)), len(ids) > 1)
-            losses.append(loss.detach())
-        units = [self.outer.keys() - self.embedding, *reversed(self.blocks), self.embedding]
-        for unit in units:
-            self._hand_over(on_unit, {name: total.pop(name) for name in named if name in unit})
         return torch.stack(losses).sum()
 
     @staticmethod

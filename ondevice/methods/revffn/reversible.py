@@ -5,6 +5,9 @@ The backward pass goes through the steps in reverse. From (v, w) it evaluates th
 under autograd: its value gives u back, its graph gives the gradients. So an update in between may
 change the block's parameters at once. Gradients of the streams are float32. Rounding to fixed point
 or bfloat16 has gradient 1.
+
+The last blocks may keep their graphs from the forward pass (`kept`): the same graphs over the same
+numbers, so that gradients have the same bits, and nothing of these blocks is computed again.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ondevice.core.errors import TrainingError
 from ondevice.core.traits import check_length
@@ -48,6 +52,21 @@ BlockGradients = Generator[tuple[int, Gradients], None, Tensor]
 at the end is the gradient of the embedding's output."""
 
 
+class Graph(NamedTuple):
+    """A branch that was computed under autograd.
+
+    Attributes:
+        inputs: what it read, in the compute dtype: of the newer stream, of a crossed step the older
+            one too.
+        root: where its gradient goes in. The branch's value is not kept.
+        dtype: of the branch.
+    """
+
+    inputs: list[Tensor]
+    root: GradientEdge
+    dtype: torch.dtype
+
+
 @dataclass
 class Saved:
     """All that a forward pass saves for the backward pass: the final streams, and what a step's
@@ -56,6 +75,9 @@ class Saved:
     Attributes:
         u: older stream, `v`: newer stream, in the streams' own dtype.
         length_tokens: T.
+        graphs: by step, the graph of a block that is not computed again.
+        middle: the streams that the first of these steps reads; None if there is no such step, or
+            none before it.
         side: by step, the packed low bits that its sum does not hold; of a crossed step, its
             tokens' norms.
         stored: by step, its older input, if that was kept instead of rebuilt.
@@ -67,14 +89,24 @@ class Saved:
     u: Tensor
     v: Tensor
     length_tokens: int
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    middle: tuple[Tensor, Tensor] | None = None
     side: dict[int, Tensor] = field(default_factory=dict)
     stored: dict[int, Tensor] = field(default_factory=dict)
     ids: Tensor | None = None
     sums: list[Tensor] = field(default_factory=list)
 
+    def leave_end(self) -> None:
+        """Free the final streams, once they are read, if the way back does not begin with them."""
+        if self.middle is not None:
+            self.u, self.v = self.middle
+            self.middle = None
+        elif 0 in self.graphs:
+            self.u = self.v = self.u.new_empty(0)
+
     @property
     def bytes(self) -> int:
-        """Size in bytes, on the host too."""
+        """Size in bytes without graphs, on the host too."""
         kept = (self.u, self.v, *self.side.values(), *self.stored.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
@@ -147,7 +179,11 @@ class Reversible:
 
     @torch.no_grad()
     def forward(
-        self, ids_BT: Tensor, on_step: OnStep | None = None, tree: Tree | None = None
+        self,
+        ids_BT: Tensor,
+        on_step: OnStep | None = None,
+        tree: Tree | None = None,
+        kept: int = 0,
     ) -> Saved:
         """Run the embedding and all blocks, without a graph; with `not_converged: store`, each
         block is inverted at once.
@@ -156,6 +192,7 @@ class Reversible:
             ids_BT: int64 [B, T].
             on_step: is given the streams (u, v) that each step reads.
             tree: of prompts with their continuations, where each token is; without a backward pass.
+            kept: blocks, the last ones, that keep their graphs.
 
         Raises:
             StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would
@@ -163,7 +200,7 @@ class Reversible:
         """
         peaks: list[Tensor] = []
         store = self.config.not_converged == "store" and tree is None
-        saved = self._forward(ids_BT, peaks, on_step, store, tree)
+        saved = self._forward(ids_BT, peaks, on_step, store, tree, kept)
         self._check(peaks)
         return saved
 
@@ -175,6 +212,7 @@ class Reversible:
         on_step: OnStep | None = None,
         store: bool = False,
         tree: Tree | None = None,
+        kept: int = 0,
     ) -> Saved:
         if tree is None:
             place = self.place(ids_BT.shape[1])
@@ -186,9 +224,20 @@ class Reversible:
         side: dict[int, Tensor] = {}
         stored: dict[int, Tensor] = {}
         sums: list[Tensor] = []
+        graphs: dict[int, Graph] = {}
+        middle = None
         for number, step in enumerate(self.steps):
             if on_step is not None:
                 on_step(u, v)
+            if step.block >= self.blocks - kept:
+                if number and not graphs:
+                    middle = (u, v)
+                branch, graphs[number] = self._with_graph(step, place, v, u)
+                w = self.streams.step(u, v, branch, step.mix, inverted=False)[0]
+                peaks.append(self.streams.peaks(w, branch, step.mix))
+                u = v
+                v = w
+                continue
             if self.exact:
                 sums.append(u.sum(dtype=torch.int64))
             branch = self._branch(step, place, v, u)
@@ -204,7 +253,7 @@ class Reversible:
                     stored[number] = u
             u = v
             v = w
-        return Saved(u, v, ids_BT.shape[1], side, stored, ids_BT, sums)
+        return Saved(u, v, ids_BT.shape[1], graphs, middle, side, stored, ids_BT, sums)
 
     def _check(self, peaks: list[Tensor]) -> None:
         """Refuse a forward pass whose fixed-point streams overflow; see `streams.check_overflow`."""
@@ -254,6 +303,7 @@ class Reversible:
         block together."""
         place = self.place(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
+        saved.leave_end()
         v = saved.u
         w = saved.v
         del (
@@ -265,21 +315,15 @@ class Reversible:
         sums: list[Tensor] = []
         for number in reversed(range(len(self.steps))):
             step = self.steps[number]
-            stored = saved.stored.pop(number, None)
-            side = saved.side.pop(number, None)
-            side = None if side is None else side.to(v.device, non_blocking=True)
-            if step.crossed and stored is None and side is not None:
-                with torch.no_grad():
-                    stored, iteration = self._solve(step, place, v, w, side)
-                self.iterations[number] = iteration
-                if not iteration.converged:
-                    raise not_inverted(step.block, iteration, self.config.tolerance)
-            u, du, dv, of_step = self._step_back(step, place, v, w, du, dv, side, stored)
+            graph = saved.graphs.pop(number, None)
+            if graph is None:
+                u, graph = self._step_back(saved, number, place, v, w)
+                v, w = u, v
+                if self.exact:
+                    sums.append(u.sum(dtype=torch.int64))
+            du, dv, of_step = self._gradients(step, graph, du, dv)
             gradients |= of_step
-            del of_step  # the consumer may free the gradients: no second reference here
-            v, w = u, v
-            if self.exact:
-                sums.append(u.sum(dtype=torch.int64))
+            del of_step, graph  # the consumer may free the gradients: no second reference here
             if number == 0 or self.steps[number - 1].block != step.block:
                 yield step.block, gradients
                 gradients = {}
@@ -290,7 +334,7 @@ class Reversible:
     def _compare(self, saved: Saved, u: Tensor, v: Tensor, sums: list[Tensor]) -> None:
         """Refuse streams that are not the embedding's again: their gradients were those of other
         activations. One comparison of every bit, and sums that say where it began."""
-        if not self.exact or saved.ids is None:
+        if not self.exact or saved.ids is None or not sums:
             return
         first = (
             self.streams.from_float(part)
@@ -314,33 +358,52 @@ class Reversible:
         )
 
     def _step_back(
-        self, step: Step, place: Place, v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,
-        side: Tensor | None, u: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Gradients]:  # fmt: skip
-        """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w).
-
-        Args:
-            u: given if the branch reads it; else it is rebuilt here.
-        """
-        mix = step.mix
-        parameters = {
-            name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad
-        }
+        self, saved: Saved, number: int, place: Place, v: Tensor, w: Tensor
+    ) -> tuple[Tensor, Graph]:
+        """The older stream that a step read, and the step's branch computed again, from what it
+        gave."""
+        step = self.steps[number]
+        u = saved.stored.pop(number, None)
+        side = saved.side.pop(number, None)
+        side = None if side is None else side.to(v.device, non_blocking=True)
+        if step.crossed and u is None and side is not None:
+            with torch.no_grad():
+                u, iteration = self._solve(step, place, v, w, side)
+            self.iterations[number] = iteration
+            if not iteration.converged:
+                raise not_inverted(step.block, iteration, self.config.tolerance)
+        branch, graph = self._with_graph(step, place, v, u)
         if u is None:
-            read = [v]
-        else:
+            u = self.streams.inverse_step(w, v, branch, step.mix, side)
+        return u, graph
+
+    def _with_graph(
+        self, step: Step, place: Place, v: Tensor, u: Tensor | None
+    ) -> tuple[Tensor, Graph]:
+        """A step's branch, without a graph, and its graph; `u` is read by a crossed step only."""
+        read = [v]
+        if step.crossed and u is not None:
             read = [v, u]
         inputs = [
             self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read
         ]
         with torch.enable_grad():
             branch = self.coupling.branch(step, place, *inputs)
-        if u is None:
-            u = self.streams.inverse_step(w, v, branch.detach(), mix, side)
+        return branch.detach(), Graph(inputs, get_gradient_edge(branch), branch.dtype)
+
+    def _gradients(
+        self, step: Step, graph: Graph, du: Tensor | None, dv: Tensor
+    ) -> tuple[Tensor | None, Tensor, Gradients]:
+        """The gradients of the streams (u, v) that a step reads, and those of its parameters, from
+        the gradients of (v, w)."""
+        mix = step.mix
+        parameters = {
+            name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad
+        }
         grads = torch.autograd.grad(
-            branch,
-            [*inputs, *parameters.values()],
-            mix.branch_of(dv).to(branch.dtype),
+            graph.root,
+            [*graph.inputs, *parameters.values()],
+            mix.branch_of(dv).to(graph.dtype),
             materialize_grads=True,
         )
         # The order of the terms is autograd's: the later step's, this step's sum, this step's
@@ -349,10 +412,11 @@ class Reversible:
         newer = du
         if mix.present:
             newer = mix.present * dv if newer is None else newer + mix.present * dv
-        newer = grads[0].float() if newer is None else newer + grads[0].float()
-        if len(inputs) == 2:
-            older = grads[1].float() if older is None else older + grads[1].float()
-        return u, older, newer, dict(zip(parameters, grads[len(inputs) :], strict=True))
+        newer = grads[0].float() if newer is None else newer + grads[0]
+        count = len(graph.inputs)
+        if count == 2:
+            older = grads[1].float() if older is None else older + grads[1]
+        return older, newer, dict(zip(parameters, grads[count:], strict=True))
 
     def stored_hidden(self, ids_BT: Tensor) -> Tensor:
         """Return `hidden` of the same network under autograd, every activation stored: the

@@ -80,8 +80,11 @@ class Streams(Protocol):
         """Return its values in `dtype`."""
         ...
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
-        """Compute w, and the bits of u that w does not hold (uint8, packed) or None."""
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute w, and the bits of u that w does not hold (uint8, packed) or None; they are only
+        taken if the step is to be `inverted`."""
         ...
 
     def inverse_step(
@@ -113,7 +116,9 @@ class FloatStreams:
     def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return stream.to(dtype)
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         total = self._added(v, branch, mix)
         if mix.past:
             total = total + (self._wide(u) if mix.past == 1.0 else self._wide(u) * mix.past)
@@ -151,9 +156,12 @@ class FixedStreams:
         return self._quantised(values, 1.0)
 
     def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (stream.to(torch.float32) * 2.0**-self.fraction_bits).to(dtype)
+        # A number of float32 makes the product float32 in one pass, whatever the default dtype.
+        return (stream * torch.tensor(2.0**-self.fraction_bits, dtype=torch.float32)).to(dtype)
 
-    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         added = self._quantised(branch, mix.branch)
         if mix.past == 1.0:
             return added.add_(u), None
@@ -162,6 +170,8 @@ class FixedStreams:
             return added, None
         sign = 1 if mix.past > 0 else -1
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
+        if not inverted:
+            return added, None
         return added, pack(u, mix.bits)
 
     def inverse_step(
@@ -169,51 +179,82 @@ class FixedStreams:
     ) -> Tensor:
         if not mix.past:
             return v
-        rest = w - self._quantised(branch, mix.branch)
+        added = self._quantised(branch, mix.branch)
         if mix.past == 1.0:
-            return rest
-        rest.sub_(v)
+            return torch.sub(w, added, out=added)
         if mix.past < 0:
-            rest.neg_()
+            rest = added.sub_(w).add_(v)
+        else:
+            rest = torch.sub(w, added, out=added).sub_(v)
         rest.add_(v >> mix.bits).bitwise_left_shift_(mix.bits)
         if side is None:
             return rest
         return rest.bitwise_or_(unpack(side, mix.bits, rest))
 
     def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        added = branch.abs().amax().float() * (mix.branch * 2.0**self.fraction_bits)
-        low, high = torch.aminmax(w)  # not abs: -2^31 has none
-        return torch.stack((added, torch.maximum(-low.float(), high.float())))
+        added = _largest(branch) * (mix.branch * 2.0**self.fraction_bits)
+        return torch.stack((added, _largest(w)))
 
     def _quantised(self, values: Tensor, factor: float) -> Tensor:
-        return torch.round(values.float() * (factor * 2.0**self.fraction_bits)).to(torch.int32)
+        scaled = values.float() * (factor * 2.0**self.fraction_bits)
+        return scaled.round_().to(torch.int32)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest magnitude, float32 []; -2^31 of int32 included, which has no magnitude of
+    its own dtype."""
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low.float(), high.float())
 
 
 def pack(stream: Tensor, bits: int) -> Tensor | None:
-    """Return the `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit;
-    None for no bits."""
+    """Return the `bits` low bits of every int32, at most 8: uint8 of about `bits` / 8 bytes a value,
+    field by field (`_fields`); None for no bits.
+
+    One pass over the stream takes its low bytes; all others go over bytes.
+    """
     if not bits:
         return None
-    flat = stream.reshape(-1)
-    planes = []
-    for bit in range(bits):
-        plane = torch.zeros(-(-flat.numel() // 8), 8, dtype=torch.uint8, device=stream.device)
-        plane.view(-1)[: flat.numel()] = (flat >> bit).bitwise_and_(1)
-        packed = plane[:, 0].clone()
-        for place in range(1, 8):
-            packed.bitwise_or_(plane[:, place] << place)
-        planes.append(packed)
-    return torch.stack(planes)
+    low = stream.reshape(-1).to(torch.uint8)
+    packed = []
+    for shift, width in _fields(bits):
+        each = 8 // width
+        field = (low >> shift).bitwise_and_((1 << width) - 1)
+        if missing := -field.numel() % each:
+            field = torch.cat((field, field.new_zeros(missing)))
+        columns = field.view(-1, each)
+        byte = columns[:, 0].clone()
+        for place in range(1, each):
+            byte.bitwise_or_(columns[:, place] << place * width)
+        packed.append(byte)
+    return torch.cat(packed)
 
 
 def unpack(packed: Tensor, bits: int, like: Tensor) -> Tensor:
-    """Return `pack` undone: int32 of `like`'s shape with the low bits set."""
-    low = torch.zeros_like(like).reshape(-1)
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    for bit in range(bits):
-        plane = (packed[bit][:, None] >> places).bitwise_and_(1).reshape(-1)[: low.numel()]
-        low.bitwise_or_(plane.to(torch.int32) << bit)
-    return low.reshape(like.shape)
+    """Return `pack` undone: uint8 of `like`'s shape with the low bits set."""
+    count = like.numel()
+    low = torch.zeros(count, dtype=torch.uint8, device=packed.device)
+    first = 0
+    for shift, width in _fields(bits):
+        each = 8 // width
+        byte = packed[first : first + -(-count // each)]
+        first += byte.numel()
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+        field = (byte[:, None] >> places).bitwise_and_((1 << width) - 1).reshape(-1)[:count]
+        low.bitwise_or_(field << shift)
+    return low.view(like.shape)
+
+
+def _fields(bits: int) -> list[tuple[int, int]]:
+    """Return the lowest bit and the width of each field: 8, 4, 2 and 1 bits, as `bits` is their sum,
+    so that a field never crosses a byte."""
+    found = []
+    shift = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            found.append((shift, width))
+            shift += width
+    return found
 
 
 def calibration_ids(vocab: int, max_positions: int, device: torch.device) -> Tensor:

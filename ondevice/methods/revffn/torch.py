@@ -19,6 +19,7 @@ from ondevice.methods.model_loss import BranchedEvaluation, ModelSession
 from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.export import save_reversible
+from ondevice.methods.revffn.memory import kept_blocks
 from ondevice.methods.revffn.passes import Passes
 from ondevice.methods.revffn.reversible import Gradients, Reversible
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
@@ -53,7 +54,10 @@ class RevffnSession(BranchedEvaluation, Session):
         self.backend = f"torch-{self.device.type}"
         self.network = Reversible(loaded.family, config, seed=seed)
         self.passes = Passes(
-            self.network, config.recompute == "stored", config.micro_batch_size, config.loss_tiles
+            self.network,
+            kept_blocks(config.recompute, loaded.dims.layers),
+            config.micro_batch_size,
+            config.loss_tiles,
         )
         self.adapters = self.network.adapters
         self.parameters: dict[str, Tensor] = dict(self.adapters)
@@ -92,8 +96,17 @@ class RevffnSession(BranchedEvaluation, Session):
     ) -> Tensor:
         rate = self._begin(step, learning_rate)
         batch = self._batch(ids, labels)
-        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
+        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", self._hint()):
             return self._train(batch, weighed, step, rate)
+
+    def _hint(self) -> str:
+        """Say what a step that does not fit could keep instead, and do without."""
+        kept = self.passes.kept
+        if not kept:
+            return STEP_HINT
+        fewer = kept // 2 or "reversible"
+        of = f"{kept} of {self.network.blocks} blocks are kept"
+        return f"method.recompute: {fewer} ({of}), {STEP_HINT}"
 
     def gradients(
         self, ids: np.ndarray, labels: np.ndarray, step: int = 0

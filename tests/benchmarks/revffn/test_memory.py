@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.committed import concise
 from benchmarks.common import peak_bytes
-from benchmarks.revffn import memory, quality
+from benchmarks.revffn import memory, quality, speed
 from benchmarks.revffn.peers import ORDINARY, make, open_way
 from tests.cli.command import write_rows
 
@@ -138,3 +138,24 @@ def test_the_quality_run_and_its_parts(tmp_path, monkeypatch: pytest.MonkeyPatch
     capsys.readouterr()
     quality.main()
     assert "| tiny:qwen2_moe | RevFFN full |" in capsys.readouterr().out
+
+
+def test_kernels_of_a_profile_are_named_by_their_part() -> None:
+    assert speed.part_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "products"
+    assert speed.part_of("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel") == "attention"
+    assert speed.part_of("Memcpy DtoH (Device -> Pinned)") == "copies between host and GPU"
+    assert speed.part_of("at::native::vectorized_elementwise_kernel") == "element by element"
+
+
+@pytest.mark.nightly
+def test_the_speed_table_has_every_way_at_equal_rows_and_at_its_most() -> None:
+    parser = argparse.ArgumentParser()
+    speed.arguments(parser)
+    words = "--device cpu --shape tiny-moe --dtype float32 --equal-rows 2 --length 16 --max-rows 8"
+    args = parser.parse_args([*words.split(), "--limit-gb", "0.02"])
+    rows, notes = speed.table(argparse.Namespace(**{**vars(args), "repeats": 1}))
+    equal = [row["method"] for row in rows if row["batch"] == "equal"]
+    assert equal == list(speed.WAYS) and all(row["tokens_per_s"] for row in rows)
+    assert {row["ratio"] for row in rows if row["method"] == "sft"} == {1.0}
+    assert {row["rows"] for row in rows if row["batch"] == "largest"} == {8}
+    assert "Adafactor" in notes[0]

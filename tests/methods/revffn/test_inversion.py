@@ -154,7 +154,7 @@ def test_or_its_input_is_stored() -> None:
 def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFixture) -> None:
     reversible = weak(1.0, streams="float32", max_iterations=20, not_converged="store")
     ids = random_ids(reversible)
-    passes = Passes(reversible, stored=False, micro_batch_size=None, loss_tiles=8)
+    passes = Passes(reversible, kept=0, micro_batch_size=None, loss_tiles=8)
     with caplog.at_level(logging.INFO, "ondevice"):
         passes.row_nll(ids, ids)
         passes.row_nll(ids, ids)

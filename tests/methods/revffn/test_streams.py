@@ -70,8 +70,8 @@ def test_low_bits_are_packed_in_so_many_bits(shape: tuple[int, ...], bits: int, 
     stream = integers(seed, shape)
     packed = pack(stream, bits)
     assert packed is not None and packed.dtype == torch.uint8
-    assert packed.numel() == bits * -(-stream.numel() // 8)
-    assert torch.equal(unpack(packed, bits, stream), stream & (2**bits - 1))
+    assert -(-stream.numel() * bits // 8) <= packed.numel() <= bits * -(-stream.numel() // 8)
+    assert torch.equal(unpack(packed, bits, stream).to(torch.int32), stream & (2**bits - 1))
 
 
 @pytest.mark.parametrize(
