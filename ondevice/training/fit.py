@@ -52,7 +52,7 @@ from ondevice.training.objective import (
     objective_of,
     texts_of_row,
 )
-from ondevice.training.ordinary import save_ordinary
+from ondevice.training.ordinary import compare, save_ordinary
 from ondevice.training.policy import GRPO_SETTINGS, Policy, PromptBatches
 from ondevice.training.preferences import PreferenceBatches, Preferences
 from ondevice.training.result import Trained
@@ -361,6 +361,10 @@ def fit(
         save_adapter(loadable(trained, model), adapter, texts)
         best = None if restored else _save_best(session, result, settings.out, model, texts)
     elif saves_model and not result.interrupted:
+        network = None
+        if isinstance(session, HasOrdinary):  # evaluated before anything is written
+            network = session.ordinary_session
+            ordinary = compare(session, network, evaluated, rows.pad, settings.out / ORDINARY)
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
@@ -369,8 +373,8 @@ def fit(
                 add_ends(temporary, rows.task.trained_ends(rows.tokenizer))
             for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
-        if isinstance(session, HasOrdinary) and (network := session.ordinary_session) is not None:
-            ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
+        if network is not None:
+            save_ordinary(network, settings.out / ORDINARY)
     if options.loaded is not None:
         session.release_model()
         if trained is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,20 +45,38 @@ class Ordinary:
         }
 
 
-def save_ordinary(
-    session: Session, ordinary: OrdinaryModel, dataset: Dataset, pad: int, out: Path
-) -> Ordinary:
-    """Write the weights as the ordinary model they came from, and evaluate both networks on the same rows.
+def compare(
+    session: Session, ordinary: OrdinaryModel | None, dataset: Dataset, pad: int, out: Path
+) -> Ordinary | None:
+    """Evaluate the trained network and the ordinary model of its weights on the same rows, before
+    either is written.
+
+    Args:
+        ordinary: None if the network has no ordinary form; then only its loss is looked at.
+        out: the folder that the ordinary model will be written to.
 
     Raises:
-        TrainingError: the evaluation was abandoned.
+        TrainingError: a loss is not a finite number, or the evaluation was abandoned.
     """
     figures = []
-    for network in (session, ordinary):
+    for network in (session,) if ordinary is None else (session, ordinary):
         result = evaluate_dataset(network, dataset, pad, rows=ORDINARY_ROWS)
         if result is None:
             raise TrainingError("the evaluation was abandoned")
+        if not math.isfinite(result.loss):
+            raise TrainingError(
+                "the trained model has no finite loss, so it is not saved",
+                expected="a finite number",
+                received=result.loss,
+                hint="a smaller learning rate",
+            )
         figures.append(result)
+    if ordinary is None:
+        return None
+    return Ordinary(out, figures[0].loss, figures[1].loss, figures[0].rows)
+
+
+def save_ordinary(ordinary: OrdinaryModel, out: Path) -> None:
+    """Write the weights as the ordinary model that they came from."""
     with atomic_directory(out, marker="config.json") as folder:
         ordinary.save_model(folder)
-    return Ordinary(out, figures[0].loss, figures[1].loss, figures[0].rows)

@@ -115,6 +115,18 @@ def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(
     ).read_bytes()
 
 
+@pytest.mark.parametrize("more", [[], ["coupling=exact"], ["recompute=stored", "streams=float32"]])
+def test_a_run_that_ends_without_a_finite_loss_leaves_no_model(ondevice, tmp_path, more) -> None:
+    """Its parameters are finite after its only step, and its loss is of those before."""
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    words = ["optimizer=sgd", "skip_stage1=true", *more]
+    changes = [part for word in words for part in ("--set", f"method.{word}")]
+    done = ondevice(*train(data, "--steps", 1, "--lr", "1e37", "--out", out, *changes))
+    assert done.code != 0 and "a smaller learning rate" in done.err, done.err
+    assert "Traceback" not in done.err
+    assert not (out / "model").exists() and not (out / "model-ordinary").exists()
+
+
 def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     near = ondevice(*train(data, "--steps", 1, "--set", "method.stream=float32"))

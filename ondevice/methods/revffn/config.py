@@ -62,9 +62,8 @@ class RevffnConfig(StrictConfig):
     stored."""
 
     recompute: Recompute = "auto"
-    """What the backward pass computes again: `reversible` every block, `stored` none; or a number of
-    blocks, the last ones, whose activations are kept. `auto` keeps what fits in the GPU's memory,
-    before the first step. Results have the same bits."""
+    """Blocks that the backward pass computes again: `reversible` all, `stored` none; a number keeps
+    the last ones. `auto` keeps what fits the GPU's memory. Results have the same bits."""
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
     """Bytes of state a parameter: `adamw` 8, `adamw8bit` (bitsandbytes) 2, `adafactor` and `sgd`
