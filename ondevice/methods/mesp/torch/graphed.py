@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TOKENS = 8192
-"""Tokens of a batch that get graphs, at most: the launches of more hide behind the kernels."""
+"""Tokens of a batch that get graphs, at most."""
+PRODUCTS = 750 * 10**9
+"""Products of a block's forward pass, at most, over all tokens: the launches of more hide behind the
+kernels, and graphs have memory of their own."""
 SHAPES = 24
 """Shapes that get graphs; batches of other shapes run without."""
 WARM = 1
@@ -44,16 +47,17 @@ def graphs_for(weights: Weights, config: MespConfig) -> StepGraphs | None:
     record = recorder(weights.device)
     if record is None or not known or not config.cuda_graphs:
         return None
-    return StepGraphs(record)
+    return StepGraphs(record, min(TOKENS, PRODUCTS // weights.dims.block_parameters))
 
 
-def bucket(rows: int, length_tokens: int) -> int:
-    """Return the length that such a batch is padded to, so that few shapes serve all lengths."""
-    if rows * length_tokens > TOKENS:
+def bucket(rows: int, length_tokens: int, most: int = TOKENS) -> int:
+    """Return the length that such a batch is padded to, so that few shapes serve all lengths; more
+    than `most` tokens are not padded."""
+    if rows * length_tokens > most:
         return length_tokens
     step = max(SHORTEST, (1 << (length_tokens - 1).bit_length()) // (2 * BUCKETS))
     padded = -(-length_tokens // step) * step
-    return padded if rows * padded <= TOKENS else length_tokens
+    return padded if rows * padded <= most else length_tokens
 
 
 @dataclass
@@ -92,11 +96,13 @@ class StepGraphs:
     """Graphs by shape.
 
     Attributes:
+        tokens: of a batch that gets graphs, at most.
         made: of each shape that has graphs.
     """
 
-    def __init__(self, record: Record | CudaRecord) -> None:
+    def __init__(self, record: Record | CudaRecord, tokens: int = TOKENS) -> None:
         self.record: Record | CudaRecord | None = record
+        self.tokens = tokens
         self.runs: dict[torch.Size, int] = {}
         self.made: dict[torch.Size, GraphedPasses] = {}
         self.memory: Tensor | None = None
@@ -104,7 +110,7 @@ class StepGraphs:
 
     def padded_length(self, rows: int, length_tokens: int) -> int:
         """Return the length that such a batch is padded to."""
-        return bucket(rows, length_tokens)
+        return bucket(rows, length_tokens, self.tokens)
 
     def passes(self, model: Model, ids_BT: Tensor) -> GraphedPasses | None:
         """Return the graphs of this shape, which are made if it has run before; None if it has
@@ -113,7 +119,9 @@ class StepGraphs:
         if shape in self.made:
             return self.made[shape]
         self.runs[shape] = self.runs.get(shape, 0) + 1
-        enough = self.runs[shape] > WARM and len(self.made) < SHAPES and shape.numel() <= TOKENS
+        enough = (
+            self.runs[shape] > WARM and len(self.made) < SHAPES and shape.numel() <= self.tokens
+        )
         if self.record is None or not enough:
             return None
         if shape.numel() > max((s.numel() for s in self.made), default=shape.numel()):
