@@ -122,7 +122,8 @@ class MespConfig(AnswerLossConfig, FrozenBaseConfig):
 
     cuda_graphs: bool = True
     """Run the passes of batches as CUDA graphs, if these are small enough that the launches of many
-    kernels bound them: up to 8,192 tokens, fewer of large models (torch on CUDA)."""
+    kernels bound them: up to 8,192 tokens, fewer of large models if something is computed again
+    (torch on CUDA)."""
 
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Norms, rotation, SwiGLU and loss: PyTorch's, or one Triton kernel for each chain of operations

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 TOKENS = 8192
 """Tokens of a batch that get graphs, at most."""
 PRODUCTS = 750 * 10**9
-"""Products of a block's forward pass, at most, over all tokens: the launches of more hide behind the
-kernels, and graphs have memory of their own."""
+"""Products of a block's forward pass, at most, over all tokens, if memory is scarce: graphs have
+memory of their own, and the launches of more all but hide behind the kernels."""
 SHAPES = 24
 """Shapes that get graphs; batches of other shapes run without."""
 WARM = 1
@@ -47,17 +47,18 @@ def graphs_for(weights: Weights, config: MespConfig) -> StepGraphs | None:
     record = recorder(weights.device)
     if record is None or not known or not config.cuda_graphs:
         return None
+    if config.recompute == "none":  # there is memory
+        return StepGraphs(record)
     return StepGraphs(record, min(TOKENS, PRODUCTS // weights.dims.block_parameters))
 
 
-def bucket(rows: int, length_tokens: int, most: int = TOKENS) -> int:
-    """Return the length that such a batch is padded to, so that few shapes serve all lengths; more
-    than `most` tokens are not padded."""
-    if rows * length_tokens > most:
+def bucket(rows: int, length_tokens: int) -> int:
+    """Return the length that such a batch is padded to, so that few shapes serve all lengths."""
+    if rows * length_tokens > TOKENS:
         return length_tokens
     step = max(SHORTEST, (1 << (length_tokens - 1).bit_length()) // (2 * BUCKETS))
     padded = -(-length_tokens // step) * step
-    return padded if rows * padded <= most else length_tokens
+    return padded if rows * padded <= TOKENS else length_tokens
 
 
 @dataclass
@@ -109,8 +110,9 @@ class StepGraphs:
         self.gradients: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
     def padded_length(self, rows: int, length_tokens: int) -> int:
-        """Return the length that such a batch is padded to."""
-        return bucket(rows, length_tokens, self.tokens)
+        """Return the length that such a batch is padded to, with graphs or without: the bits are
+        those of every other setting."""
+        return bucket(rows, length_tokens)
 
     def passes(self, model: Model, ids_BT: Tensor) -> GraphedPasses | None:
         """Return the graphs of this shape, which are made if it has run before; None if it has
