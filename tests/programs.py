@@ -196,6 +196,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
     ),
+    "blocks of gemma4_text, q4": (
+        "gemma4_text",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of gemma4_text, 8da8w": (
+        "gemma4_text",
+        {"export.quantize": "8da8w", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
     "blocks of granite": (
         "granite",
         {
@@ -325,6 +333,8 @@ NIGHTLY = {
     "pairs, int8",
     "blocks of gemma3_text",
     "blocks of gemma4_text",
+    "blocks of gemma4_text, q4",
+    "blocks of gemma4_text, 8da8w",
     "blocks of granitemoe",
     "blocks of granitemoe, int8",
     "blocks of lfm2, q4",

@@ -51,11 +51,6 @@ def problems(
         )
     if export.shared_context:
         problems += _context_problems(export, dims, export.shared_context)
-    if export.quantize == "8da8w" and dims.traits.head_dims:
-        problems.append(
-            f"export.quantize is 8da8w: layers of {dims.family} have matrices of several shapes, and "
-            "its functions hold one of each; expected none, int8 or q4"
-        )
     if export.quantize == "8da4w":
         problems += _four_bit_problems(export, dims)
     if export.rounding == "rows" and dims.traits.hands_on:
