@@ -396,6 +396,17 @@ PROGRAMS = (
         loss_error=2e-3,
         gradient_error=1e-1,
     ),
+    *(
+        Row(
+            "prge",
+            "android-npu",
+            "float16 blocks, the rest float32; in QNN's simulator",
+            program=f"npu {family}",
+            loss_error=2e-3,
+            gradient_error=1e-1,
+        )
+        for family in ("qwen3", "smollm3")
+    ),
     Row(
         "prge",
         "android-npu",

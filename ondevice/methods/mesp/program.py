@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 def problems(
-    config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
+    config: MespConfig,
+    export: ExportConfig,
+    dims: ModelDims,
+    known: tuple[str, ...] = IN_BLOCKS,
+    what: str = "a block program",
 ) -> list[str]:
-    """Return the reasons against such a program; `known` are traits that its blocks may have."""
+    """Return the reasons against such a program, `what` in messages; `known` are traits that its
+    blocks may have."""
     problems = []
     try:
-        check_family(dims, known, "a block program", max(export.lengths_tokens))
+        check_family(dims, known, what, max(export.lengths_tokens))
         dims.adapted(config)
     except OndeviceError as error:
         problems.append(error.reason)
