@@ -21,6 +21,8 @@ from tests.shared import cached
 
 SEED = 4
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
+TWO_HEADS = {"hidden": 64, "heads": 2, "kv_heads": 1}
+"""As wide as QNN's compiler needs it."""
 MODELS: dict[str, dict[str, Any]] = {
     "tied llama": {"family": "llama", **SMALL, "vocab": 4001},
     "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
@@ -58,6 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 3},
     "two layers of qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
+    "two layers of smollm3": {"family": "smollm3", "layers": 2, **TWO_HEADS},
+    "wide qwen3": {"family": "qwen3", "layers": 2, **TWO_HEADS, "head_dim": 64},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
 METHOD = {
@@ -196,6 +200,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
     ),
+    "blocks of gemma4_text, q4": (
+        "gemma4_text",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of gemma4_text, 8da8w": (
+        "gemma4_text",
+        {"export.quantize": "8da8w", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
     "blocks of granite": (
         "granite",
         {
@@ -295,6 +307,8 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
             "method.target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"],
         },
     ),
+    "npu qwen3": ("wide qwen3", {"export.batch_size": 2}),
+    "npu smollm3": ("two layers of smollm3", {"export.batch_size": 2}),
     "npu subspace": ("wide", {"method.factors": "@subspace", "method.answers": [70, 9]}),
     "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
 }
@@ -325,6 +339,8 @@ NIGHTLY = {
     "pairs, int8",
     "blocks of gemma3_text",
     "blocks of gemma4_text",
+    "blocks of gemma4_text, q4",
+    "blocks of gemma4_text, 8da8w",
     "blocks of granitemoe",
     "blocks of granitemoe, int8",
     "blocks of lfm2, q4",

@@ -75,16 +75,9 @@ class AndroidCpu(ExecutorchTarget):
             problems.append(
                 "this program needs the project's ops and no C++ compiler was found: install g++ or clang++"
             )
-        widths = {
-            "hidden": dims.hidden,
-            "ff": dims.intermediate,
-            "heads": dims.heads * dims.head_dim,
-        }
-        if isinstance(dims, MoeDims):
-            widths["expert"] = dims.expert_intermediate
-            widths["dense"] = dims.dense_intermediate if dims.dense_layers else 0
-        if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
-            listed = ", ".join(f"{name} {width}" for name, width in widths.items())
+        widths = _widths(dims)
+        if job.export.quantize != "none" and any(width % 32 for _, width in widths):
+            listed = ", ".join(f"{name} {width}" for name, width in widths)
             problems.append(
                 f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}"
             )
@@ -197,6 +190,22 @@ class AndroidCpu(ExecutorchTarget):
                 ok = False
                 answers = {"answers": str(error)}
         return {**agreement.values, **answers, "backend": backend, "ok": ok}
+
+
+def _widths(dims: ModelDims) -> list[tuple[str, int]]:
+    """Return what the matrices of blocks have as inputs, by name; layers may differ."""
+    every = range(dims.layers)
+    widths = [("hidden", dims.hidden)]
+    widths += [("ff", width) for width in dict.fromkeys(map(dims.mlp_width, every))]
+    heads = dict.fromkeys(dims.heads * dims.head_width(layer) for layer in every)
+    widths += [("heads", width) for width in heads]
+    if dims.traits.layer_input:
+        widths.append(("layer_input", dims.traits.layer_input))
+    if isinstance(dims, MoeDims):
+        widths.append(("expert", dims.expert_intermediate))
+        if dims.dense_layers:
+            widths.append(("dense", dims.dense_intermediate))
+    return widths
 
 
 def _wrong(agreement: Agreement, quantize: str) -> list[Any]:

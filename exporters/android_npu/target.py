@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ondevice.core.errors import ConfigError, ModelError, VerificationError
+from ondevice.core.errors import ConfigError, VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
-from ondevice.core.traits import check_traits
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.blocks_model import can_generate, check_blocks_model
@@ -82,14 +81,18 @@ class AndroidNpu(ExecutorchTarget):
             problems.append(
                 f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}"
             )
+        if (
+            dims.gated
+            and {"q", "k"} & {*dict(dims.traits.norms)}
+            and dims.head_dim < SMALLEST_WIDTH
+        ):
+            problems.append(
+                f"the NPU needs norms of {SMALLEST_WIDTH} numbers or more: heads have {dims.head_dim}"
+            )
         if not dims.gated:
             problems.append(
                 f"family {dims.family} has layer norms, which are not lowered to the NPU here"
             )
-        try:
-            check_traits(dims, "a program for the NPU", length_tokens=max(config.lengths_tokens))
-        except ModelError as error:
-            problems.append(error.reason)
         return problems
 
     def lower(

@@ -35,7 +35,9 @@ def write_layers(
     for kind, values in layers:
         for name in values:
             if (kind, name) not in places:
-                places[kind, name] = _place(programs[kind], name, constants.markers[name].tobytes())
+                places[kind, name] = _place(
+                    programs[kind], name, constants.markers[kind][name].tobytes()
+                )
     (folder / LAYER_PROGRAM).parent.mkdir()
     for layer, (kind, values) in enumerate(layers):
         content = bytearray(programs[kind])

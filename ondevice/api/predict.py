@@ -87,6 +87,7 @@ class Predictions(Sequence[PredictedRow]):
         labels: every label's text, in the order of the training; empty if rows have their own, or
             for generated text.
         compared: rows that have a label, too; `correct` of them were predicted.
+        unseen_labels: how many rows have each label that was not trained; they are not compared.
         seconds_s: wall time.
     """
 
@@ -95,6 +96,7 @@ class Predictions(Sequence[PredictedRow]):
     compared: int = 0
     correct: int = 0
     seconds_s: float = 0.0
+    unseen_labels: Mapping[str, int] = field(default_factory=dict)
 
     @overload
     def __getitem__(self, index: int) -> PredictedRow: ...
@@ -108,7 +110,9 @@ class Predictions(Sequence[PredictedRow]):
 
     def __repr__(self) -> str:
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
-        return f"<Predictions: {len(self)} rows{accuracy}>"
+        unseen = sum(self.unseen_labels.values())
+        more = f"; {unseen} rows have labels that were not trained" if unseen else ""
+        return f"<Predictions: {len(self)} rows{accuracy}{more}>"
 
     @property
     def texts(self) -> list[str | float | None]:
@@ -133,6 +137,7 @@ class Predictions(Sequence[PredictedRow]):
             "accuracy": self.accuracy,
             "correct": self.correct if self.compared else None,
             "compared": self.compared,
+            "unseen_labels": dict(self.unseen_labels),
             "seconds_s": self.seconds_s,
         }
 
@@ -449,14 +454,14 @@ def collect(
     right = task.answers(records[: len(done)])
     compared = correct = 0
     for row in done:
-        answers = right.get(row.line)
+        answers = right.accepted.get(row.line)
         if answers and row.prediction is not None:
             compared += 1
             chosen = row.prediction
             if row.probabilities:
                 chosen = max(row.probabilities, key=row.probabilities.__getitem__)
             correct += str(chosen).strip() in answers
-    return Predictions(tuple(done), labels, compared, correct, seconds_s)
+    return Predictions(tuple(done), labels, compared, correct, seconds_s, right.unseen)
 
 
 def open_predictor(

@@ -124,6 +124,16 @@ def _show(summary: dict[str, Any]) -> None:
         err.print(f"row {row['row']}: {row['reason']}", markup=False, soft_wrap=True)
     if failed[SHOWN:]:
         err.print(f"and {len(failed) - SHOWN} more; --json lists all", markup=False)
+    if unseen := summary["unseen_labels"]:
+        count = sum(unseen.values())
+        rows = "1 row has a label that was" if count == 1 else f"{count} rows have labels that were"
+        listed = ", ".join(f"{label!r} {number}" for label, number in [*unseen.items()][:SHOWN])
+        more = f", and {len(unseen) - SHOWN} more" if len(unseen) > SHOWN else ""
+        err.print(
+            f"warning: {rows} not trained ({listed}{more}); the accuracy leaves them out",
+            markup=False,
+            soft_wrap=True,
+        )
     if summary["shortened"]:
         rows = "1 row is" if summary["shortened"] == 1 else f"{summary['shortened']} rows are"
         err.print(

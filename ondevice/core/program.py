@@ -82,12 +82,12 @@ class LayerConstants:
     """Weights that functions of a block hold, for a backend that multiplies integers only with constants.
 
     Attributes:
-        markers: noise that the modules hold in their place, by name with `{layer}`. A module is lowered once; a layer's
-            program is that one with the layer's bytes where the markers' are.
-        layers: of each layer, those that its block has, with their shapes and dtypes.
+        markers: of each kind of block, noise that its modules hold in their place, by name with `{layer}`. A module is
+            lowered once; a layer's program is that one with the layer's bytes where the markers' are.
+        layers: of each layer, those that its block has, with the markers' names, shapes and dtypes.
     """
 
-    markers: Mapping[str, np.ndarray]
+    markers: Sequence[Mapping[str, np.ndarray]]
     layers: Sequence[Mapping[str, np.ndarray]]
 
 

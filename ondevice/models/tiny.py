@@ -45,8 +45,11 @@ def build(
         ModelError: an unknown family or sizes that do not fit.
     """
     kind = _family(family)
-    model = _build(_config(family, **sizes))
+    config = _config(family, **sizes)
+    model = _build(config)
     _fill(model, seed)
+    if kind.dims_from_config(config).traits.score_scale == 1.0:
+        _size_scores(model)
     model.generation_config.eos_token_id = [257, 259]
     model.generation_config.pad_token_id = 256
     info = SourceInfo(f"{TINY_PREFIX}{family}", None, known_sha256=_digest(model))
@@ -188,6 +191,20 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name in files:  # a factor that no method trains
                 buffer.copy_(1.0 + 0.1 * torch.randn(buffer.shape, generator=rng))
+
+
+def _size_scores(model: PreTrainedModel) -> None:
+    """Give scores about unit size in a family whose queries' norms alone make them small.
+
+    With norms of 1 they would be of the size of the root of a head's width. Then each token attends
+    to one other, and the least rounding may change to which.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_norm.weight"):
+                parameter.mul_(parameter.numel() ** -0.5)
 
 
 def _digest(model: PreTrainedModel) -> str:

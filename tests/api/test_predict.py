@@ -48,6 +48,24 @@ def test_labels_are_those_that_an_evaluation_picks(run: Path, tmp_path: Path):
     assert predicted.accuracy == evaluated.accuracy
 
 
+def test_labels_that_were_not_trained_are_counted(run: Path):
+    """They cannot be right: no candidate is one of them, and the accuracy leaves them out."""
+    rows = [dict(row) for row in ROWS]
+    for number, label in ((1, "refund"), (2, "refund"), (5, "it's spam"), (7, "")):
+        rows[number]["Kind"] = label
+    predicted = ondevice.predict(run, rows)
+    assert predicted.unseen_labels == {"refund": 2, "it's spam": 1}
+    assert predicted.compared == 8 and predicted.summary()["unseen_labels"] == {
+        "refund": 2,
+        "it's spam": 1,
+    }
+    assert "3 rows have labels that were not trained" in repr(predicted)
+    only = ondevice.predict(run, [{**row, "Kind": "refund"} for row in ROWS])
+    assert (only.unseen_labels, only.accuracy) == ({"refund": 12}, None)
+    assert ondevice.predict(run, ROWS).unseen_labels == {}
+    assert ondevice.predict(run, [{"Ticket": "a"}]).unseen_labels == {}
+
+
 def test_rows_need_no_labels_and_bad_rows_keep_their_place(run: Path):
     rows = [{"Ticket": row["Ticket"]} for row in ROWS]
     rows[3] = {"Ticket": " "}

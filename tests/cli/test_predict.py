@@ -148,6 +148,17 @@ def test_ctrl_c_keeps_rows_of_a_process(ondevice, run: Path, tmp_path: Path) -> 
     assert summary["resumed"] > 20 and summary["compared"] == 2000
 
 
+def test_labels_that_were_not_trained_are_counted(ondevice, run: Path, tmp_path: Path) -> None:
+    rows = [
+        {"text": "a näher; 1", "label": label} for label in ("new", "new", "other", "No", "yes")
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    done = ondevice("predict", run, data, "--out", tmp_path / "out.csv", "--json")
+    assert done.json["unseen_labels"] == {"new": 2, "other": 1}, done.json
+    said = ondevice("predict", run, data, "--out", tmp_path / "again.csv")
+    assert "warning: 3 rows have labels that were not trained ('new' 2, 'other' 1)" in said.err
+
+
 def test_rows_that_are_too_long_are_predicted_and_counted(
     ondevice, run: Path, tmp_path: Path
 ) -> None:

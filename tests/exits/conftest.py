@@ -56,12 +56,12 @@ def random_adapter(loaded: LoadedModel, scale: float = 0.05) -> Adapter:
     return Adapter(tensors, 3, 7.0, targets_of(tensors), loaded.source.source)
 
 
-def log_probabilities(model) -> np.ndarray:
-    """Return float64 [vocab] after `IDS`."""
+def log_probabilities(model, ids=IDS) -> np.ndarray:
+    """Return float64 [vocab] after `ids`."""
     import torch
 
     with torch.no_grad():
-        logits = model(torch.tensor([IDS])).logits[0, -1]
+        logits = model(torch.tensor([ids])).logits[0, -1]
     return torch.log_softmax(logits.double(), -1).numpy()
 
 

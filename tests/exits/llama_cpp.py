@@ -59,6 +59,17 @@ class LlamaCpp:
         assert not np.isnan(result).any()
         return result
 
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """Return the `count` most likely tokens, one after the other, with its own cache of keys and values."""
+        body = {
+            "prompt": ids,
+            "temperature": 0,
+            "n_predict": count,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        return self.http("completion", {**body, "return_tokens": True})["tokens"]
+
     def tokens(self, text: str) -> list[int]:
         """Return the ids of a text, as llama.cpp cuts it."""
         return self.http("tokenize", {"content": text, "add_special": True, "parse_special": True})[

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
 from ondevice.core.errors import (
     ArtifactError,
     ConfigError,
@@ -19,6 +19,7 @@ from ondevice.core.errors import (
     StorageError,
     VerificationError,
 )
+from ondevice.core.registry import method_config, open_session
 from ondevice.exits import check, convert, form_names, gguf_lora
 from ondevice.gguf import names
 from ondevice.models import load_model, save_tiny, tiny_model
@@ -48,6 +49,41 @@ def test_an_adapter_that_changes_nothing(cases, tmp_path: Path, form: str) -> No
         model=str(case.model),
         folder=tmp_path / "f",
     )
+
+
+def test_an_older_adapter_on_the_dense_mlp_of_a_mixture(tmp_path: Path) -> None:
+    """LFM2-8B-A1B ran as any decoder does, with pairs on `w1` to `w3` of the layers without experts."""
+    folder = save_tiny(tmp_path / "model", "lfm2_moe")
+    loaded = load_model(str(folder))
+    assert loaded.dims.dense_layers == (0,)
+    tensors = {}
+    for part in ("w1", "w2", "w3"):
+        name = f"model.layers.0.feed_forward.{part}"
+        outputs, inputs = loaded.model.get_parameter(f"{name}.weight").shape
+        tensors[f"{name}.lora_A.weight"] = np.ones((4, inputs), np.float32)
+        tensors[f"{name}.lora_B.weight"] = np.ones((outputs, 4), np.float32)
+    save_adapter(Adapter(tensors, 4, 16.0, ("w1", "w2", "w3"), str(folder)), tmp_path / "old")
+    for method in ("lora", "mesp"):
+        session = open_session(load_model(str(folder)), method_config(method, {"rank": 4}), 0)
+        with pytest.raises(ArtifactError) as caught:
+            session.load_adapter(load_adapter(tmp_path / "old"))
+        assert "model.layers.0.feed_forward.w1" in caught.value.message
+    with pytest.raises(ModelError) as unknown:
+        open_session(
+            load_model(str(folder)),
+            method_config("mesp", {"target_modules": ("w1", "w2", "w3")}),
+            0,
+        )
+    assert "in_proj" in str(unknown.value.expected)
+    for form in ("gguf", "peft", "safetensors"):
+        refused(
+            ArtifactError,
+            "'model.layers.0.feed_forward.w1', which is not a linear layer of a block",
+            tmp_path / "old",
+            form,
+            model=str(folder),
+            folder=tmp_path / form,
+        )
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,20 @@ def test_dimensions_count_the_models_parameters_and_name_its_layers(family: str)
         assert sorted(shape) == sorted((one.inputs, one.outputs))
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "llama", "qwen3"])
+def test_a_token_attends_to_many(family: str) -> None:
+    """Else a random model is no test of rounding: a small change of a score changes the token that is
+    attended to."""
+    torch = pytest.importorskip("torch")
+    loaded = load_model(f"tiny:{family}")
+    loaded.model.set_attn_implementation("eager")
+    ids = torch.arange(32, 48)[None]
+    for weights in loaded.model(ids, output_attentions=True).attentions:
+        last = weights[0, :, -1]
+        effective = torch.exp(-(last * torch.log(last.clamp_min(1e-9))).sum(-1))
+        assert float(effective.mean()) > 4  # of 12 or 16
+
+
 def test_dimensions_need_neither_torch_nor_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -7,8 +7,9 @@ tokenized and cut by the code that trained on it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.readers.source import Record, Source
@@ -46,6 +47,18 @@ _TEXTS: dict[str, tuple[str, ...]] = {
 """The column of a row that is only one text."""
 _UNSEEN = re.compile("expected (one of|a label of) ")
 """Begins the reason against a row whose label is not one of the task's."""
+
+
+class Answers(NamedTuple):
+    """Answers that records have.
+
+    Attributes:
+        accepted: of each record that has one, by its number from 1.
+        unseen: how many records have each label that was not trained.
+    """
+
+    accepted: dict[int, set[str]]
+    unseen: dict[str, int]
 
 
 class TrainedTask(TaskRecord):
@@ -137,8 +150,8 @@ class TrainedTask(TaskRecord):
             hint=f"name the column: --column {field}=NAME",
         )
 
-    def answers(self, records: Sequence[Record], name: str = "rows") -> dict[int, set[str]]:
-        """Return the accepted answers of the records that have one, by their number from 1."""
+    def answers(self, records: Sequence[Record], name: str = "rows") -> Answers:
+        """Return the answers that the records have."""
         numbered = (record._replace(line=number) for number, record in enumerate(records, 1))
         try:
             rows = rows_of(
@@ -150,10 +163,17 @@ class TrainedTask(TaskRecord):
                 allow_empty=True,
             )
         except (ConfigError, DataError):  # there is no column of labels, which is not needed
-            return {}
+            return Answers({}, {})
         if rows.format != self.format or self.format == "text":
-            return {}
-        return {row.line: _accepted(row) for row in rows.items}
+            return Answers({}, {})
+        shown = (
+            problem.reason.rpartition("received ")[2]
+            for problem in rows.problems
+            if self.has_candidates and _UNSEEN.match(problem.reason)
+        )
+        # A row with an empty label has none.
+        unseen = Counter(one.removeprefix("'").removesuffix("'") for one in shown if one != "''")
+        return Answers({row.line: _accepted(row) for row in rows.items}, dict(unseen))
 
     def _label_words(self) -> str:
         """Return the labels, for messages."""

@@ -65,12 +65,11 @@ class BlockFunctions:
             `TABLE_FORMS`.
         integers: the functions are this project's ops and their products of integers, with what
             the weights file has.
-        markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8,
-            in the place of each layer's.
         table: ports of the embedding; `head` and `norm` those of a tile of the head and of the
             norm before it.
         expert: ports of the matrices of one expert, `{expert}` for its number, and their names
             `expert_names`; () without experts.
+        holds_matrices: a block's functions hold its matrices, as constants; see `markers`.
         layer_input: ports of what makes a layer's input: the tokens' embeddings for that layer, the
             projection of their embedding, and the factor of its norm; () if layers have none.
         tile_rows: rows of the head that a tile has.
@@ -85,8 +84,11 @@ class BlockFunctions:
         self.quantize = quantize
         self.integers = fused and quantize in INTEGERS
         self.linear_form = LINEAR_FORMS[quantize]
-        if fused and quantize == "8da8w":
+        self.holds_matrices = quantize == "8da8w" and not fused
+        if quantize == "8da8w" and fused:
             self.linear_form = Int8()
+        # Of what projects the embedding to a layer's input, which no function of one layer holds.
+        self.projection_form = Int8() if self.holds_matrices else self.linear_form
         self.table_form = TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
@@ -94,11 +96,6 @@ class BlockFunctions:
         self.layout = FlatLayout.build(self.parameters_of_run, self.dims.layers)
         self.layer_size = self.layout.size // self.dims.layers
         self.tile_rows = head_tile_rows(self.dims, config)
-        random = torch.Generator().manual_seed(0)
-        self.markers = {
-            name: torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
-            for name, shape in self._constants().items()
-        }
         self.head_name = EMBEDDING if self.dims.tied else "lm_head.weight"
         self.head = self.table_form.ports(self.head_name, (self.tile_rows, self.dims.hidden))
         self.norm = frozen_port(f"{loaded.family.last_norm}.weight", (self.dims.hidden,))
@@ -153,7 +150,7 @@ class BlockFunctions:
         table, projection, norm = self.loaded.family.input_tensors
         return (
             *self.table_form.ports(f"{table}.{{layer}}", (self.dims.vocab, width)),
-            *self.linear_form.ports(f"{projection}.{{layer}}", (width, self.dims.hidden)),
+            *self.projection_form.ports(f"{projection}.{{layer}}", (width, self.dims.hidden)),
             frozen_port(norm, (width,)),
         )
 
@@ -249,7 +246,7 @@ class BlockFunctions:
         width = self.dims.traits.layer_input
         table, projection, norm = self.loaded.family.input_tensors
         tensors = self._packed(norm, None)
-        parts = ((table, self.table_form, 1), (projection, self.linear_form, 0))
+        parts = ((table, self.table_form, 1), (projection, self.projection_form, 0))
         for layer in range(self.dims.layers):
             for name, form, axis in parts:
                 whole = self.loaded.model.get_parameter(name)
@@ -278,12 +275,25 @@ class BlockFunctions:
             parameter.data = form.matrix(name, packed).dense()
         return arrays(packed)
 
-    @property
-    def constants(self) -> dict[str, Tensor]:
-        """Tensors that a block's functions hold: the markers, and those that go with them for every
-        layer alike."""
-        rows = {len(marker) for marker in self.markers.values()}
-        return self.markers | {
+    def markers(self, layer: int) -> dict[str, Tensor]:
+        """Return noise, int8, in the place of each matrix that the functions of that layer's kind
+        hold, by name with `{layer}`; {} if they hold none."""
+        random = torch.Generator().manual_seed(0)
+        shapes: dict[str, tuple[int, int]] = {}
+        for one in self.dims.block_linears(layer).values():
+            name = f"{linear_name(self.loaded, one.target)}.weight"
+            shapes |= self.linear_form.constants(name, (one.outputs, one.inputs))
+        return {
+            name: torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
+            for name, shape in shapes.items()
+        }
+
+    def constants(self, layer: int) -> dict[str, Tensor]:
+        """Return what the functions of that layer's kind hold: the markers, and scales that go with
+        them for every layer alike."""
+        markers = self.markers(layer)
+        rows = {len(marker) for marker in markers.values()}
+        return markers | {
             name: value for count in sorted(rows) for name, value in unit_scales(count).items()
         }
 
@@ -414,14 +424,6 @@ class BlockFunctions:
             if dims.linear_bias(one.target):
                 ports.append(frozen_port(f"{name}.bias", (one.outputs,)))
         return (*ports, *self._mixture_ports(layer))
-
-    def _constants(self) -> dict[str, tuple[int, int]]:
-        shapes: dict[str, tuple[int, int]] = {}
-        for target, (inputs, outputs) in self.dims.linear_shapes.items():
-            shapes |= self.linear_form.constants(
-                f"{linear_name(self.loaded, target)}.weight", (outputs, inputs)
-            )
-        return shapes
 
 
 def choose(loaded: LoadedModel, rows: Sequence[Sequence[int]]) -> None:

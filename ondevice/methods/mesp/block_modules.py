@@ -55,7 +55,7 @@ class LayerInput(nn.Module):
         table, projection, norm = functions.loaded.family.input_tensors
         given = dict(zip((one.name for one in functions.layer_input), parts, strict=True))
         rows = functions.table_form.rows(f"{table}.{{layer}}", given, ids_BT.reshape(-1))
-        matrix = functions.linear_form.matrix(f"{projection}.{{layer}}", given)
+        matrix = functions.projection_form.matrix(f"{projection}.{{layer}}", given)
         return combine(rows, x, matrix.dense(), given[norm], functions.dims.norm_eps)
 
 
@@ -77,14 +77,14 @@ class OneBlock(nn.Module):
         self.register_buffer("sin", sin)
         self.register_buffer("mask", seen(length_tokens, functions.dims.traits.window(layer)))
         # Parameters, not buffers: an export leaves out those that the function does not use.
-        constants = functions.constants.items()
+        constants = functions.constants(layer).items()
         self.names = {name: f"constant_{number}" for number, (name, _) in enumerate(constants)}
         for name, value in constants:
             self.register_parameter(self.names[name], nn.Parameter(value, requires_grad=False))
 
     @property
     def blocks(self) -> Blocks:
-        kernels = IntegerKernels if self.functions.markers else GraphKernels
+        kernels = IntegerKernels if self.functions.holds_matrices else GraphKernels
         # A type checker takes a buffer for a tensor or a module; this one is a tensor.
         return Blocks(Stages(self.functions.dims, kernels(self.mask)), None)  # type: ignore[arg-type]
 

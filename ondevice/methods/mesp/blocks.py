@@ -123,7 +123,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     )
     longest = max(export.lengths_tokens)
     modules = []
-    inside = bool(functions.markers)
+    inside = functions.holds_matrices
     kinds = functions.kinds(longest)
     # Of each kind: the end of a function's name, and a layer.
     layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
@@ -177,12 +177,9 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         modules += cached_modules(functions, ranges[0], export.shared_context)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
+    markers = [arrays(functions.markers(layer)) for _, layer in layers]
     constants = [
-        {
-            name: weights[own]
-            for name in functions.markers
-            if (own := name.format(layer=layer)) in weights
-        }
+        {name: weights[name.format(layer=layer)] for name in markers[kinds[layer]]}
         for layer in range(dims.layers)
     ]
     used = set()
@@ -193,9 +190,9 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             BlockFunctions(loaded, config, export.quantize, fused=True), modules
         )
         used = {given.name for module in modules for given in module.inputs}
-    for name in functions.markers.keys() - used:
-        for layer in range(dims.layers):
-            weights.pop(name.format(layer=layer), None)
+    for layer, held in enumerate(constants):
+        for name in held.keys() - used:
+            weights.pop(name.format(layer=layer))
     return BuiltProgram(
         eager=functions,
         loaded=loaded,
@@ -213,7 +210,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         layers=dims.layers,
         kinds=kinds if max(kinds) else (),
         weights=weights,
-        constants_of_layers=LayerConstants(arrays(functions.markers), constants) if inside else None,
+        constants_of_layers=LayerConstants(markers, constants) if inside else None,
     )  # fmt: skip
 
 

@@ -380,7 +380,7 @@ def prefill_part(
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    problems = program.problems(config, export, dims, ())
+    problems = program.problems(config, export, dims, (), "a program of mesp for the NPU")
     if export.quantize != "none":
         problems.append(
             f"export.quantize is {export.quantize}: mesp on the NPU has float16 weights, none"

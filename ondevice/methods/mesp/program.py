@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 def problems(
-    config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
+    config: MespConfig,
+    export: ExportConfig,
+    dims: ModelDims,
+    known: tuple[str, ...] = IN_BLOCKS,
+    what: str = "a block program",
 ) -> list[str]:
-    """Return the reasons against such a program; `known` are traits that its blocks may have."""
+    """Return the reasons against such a program, `what` in messages; `known` are traits that its
+    blocks may have."""
     problems = []
     try:
-        check_family(dims, known, "a block program", max(export.lengths_tokens))
+        check_family(dims, known, what, max(export.lengths_tokens))
         dims.adapted(config)
     except OndeviceError as error:
         problems.append(error.reason)
@@ -51,11 +56,6 @@ def problems(
         )
     if export.shared_context:
         problems += _context_problems(export, dims, export.shared_context)
-    if export.quantize == "8da8w" and dims.traits.head_dims:
-        problems.append(
-            f"export.quantize is 8da8w: layers of {dims.family} have matrices of several shapes, and "
-            "its functions hold one of each; expected none, int8 or q4"
-        )
     if export.quantize == "8da4w":
         problems += _four_bit_problems(export, dims)
     if export.rounding == "rows" and dims.traits.hands_on:

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ondevice.core.errors import ModelError
 from ondevice.core.manifest import Constant, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
+from ondevice.core.traits import check_traits
 from ondevice.methods.prge.modules import ApplyUpdate
 from ondevice.methods.prge.program import (
     build_program,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.step import PrgeProgram
     from ondevice.models import LoadedModel
 
+IN_NPU = ("norms", "rotary")
+"""Traits of a block with which programs in QNN's simulator were held against eager PyTorch."""
 SCALE = "perturbation_scale"
 """Name of the program's constant."""
 SMALLEST_SCALE = 1e-12
@@ -52,6 +56,10 @@ SMALLEST_SCALE = 1e-12
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Return settings that a program does not have."""
     problems = graph_problems(config, export.model_copy(update={"next_token": False}), dims)
+    try:
+        check_traits(dims, "a program of prge for the NPU", IN_NPU, max(export.lengths_tokens))
+    except ModelError as error:
+        problems.append(error.reason)
     if export.next_token:
         problems.append("next_token is for the CPU: the NPU's program has one method")
     return problems

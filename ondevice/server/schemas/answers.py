@@ -116,7 +116,9 @@ class PredictResponse(ResponseBody):
     """Share of the rows with labels whose prediction is right; None without labels."""
     correct: int | None
     compared: int
-    """Rows with a label."""
+    """Rows with a label that was trained."""
+    unseen_labels: dict[str, int]
+    """How many rows have each label that was not trained."""
     seconds_s: float
 
 

@@ -24,22 +24,29 @@ from ondevice.methods.mesp.block_functions import LINEAR_FORMS, BlockFunctions
 from ondevice.methods.mesp.program import EXECUTORCH
 from ondevice.models import load_model
 from ondevice.models.load import tiny_model
+from ondevice.models.tiny import save_tiny
 from tests.methods.reference import batch
-from tests.programs import config, model, program, report
+from tests.programs import config, model, parameters, program, report
 
 pytest.importorskip("executorch.exir")
 INTEGERS = "blocks, 8da8w"
 FOUR_BITS = "blocks, 8da4w"
 
 
-@pytest.mark.parametrize("name", ["blocks, int8", "blocks, q4", INTEGERS, FOUR_BITS])
+GEMMA = {"layers": 4, "heads": 2, "kv_heads": 1, "head_dim": 32, "global_head_dim": 48}
+OF_GEMMA = ["blocks of gemma4_text, q4", "blocks of gemma4_text, 8da8w"]
+
+
+@pytest.mark.parametrize(
+    "name", parameters(["blocks, int8", "blocks, q4", INTEGERS, FOUR_BITS, *OF_GEMMA])
+)
 def test_an_export_says_how_near_its_gradients_are(name) -> None:
     check = report(name).check
     for suffix in ("", "_float32"):
         least, median = (check[f"{kind}_gradient_cosine{suffix}"] for kind in ("min", "median"))
         assert 0 < least <= median <= 1 + 1e-9 and check[f"gradient_cosine{suffix}"] <= 1 + 1e-9
     exact = check["gradient_cosine"] > 1 - 1e-8
-    assert exact == (name not in (INTEGERS, FOUR_BITS))
+    assert exact == ("8da" not in name)
     assert check["gradient_cosine_float32"] < 1 - 1e-7, "rounding does not show"
 
 
@@ -111,8 +118,27 @@ def test_each_layer_s_program_is_one_with_other_weights(tmp_path) -> None:
     marker = np.arange(64, dtype=np.int8)
     for content in (b"no marker", marker.tobytes() * 2):
         with pytest.raises(VerificationError) as error:
-            write_layers(tmp_path, [content], (), LayerConstants({"w": marker}, [{"w": marker}]))
+            write_layers(tmp_path, [content], (), LayerConstants([{"w": marker}], [{"w": marker}]))
         assert error.value.expected == "its bytes once"
+
+
+def test_functions_of_a_kind_hold_matrices_of_its_own_shapes() -> None:
+    """Layers of Gemma 4 differ in heads and MLP, and some compute no keys."""
+    loaded = tiny_model("gemma4_text", **GEMMA)
+    export = ExportConfig.parse({"lengths_tokens": [16], "quantize": "8da8w"}, "test")
+    built = EXECUTORCH.build(loaded, method_config("mesp", {"rank": 2}), export, 0)
+    constants: Any = built.constants_of_layers
+    assert len(set(built.kinds)) == len(constants.markers) > 1
+    for layer, (kind, held) in enumerate(zip(built.kinds, constants.layers, strict=True)):
+        shapes = {name: value.shape for name, value in held.items()}
+        assert shapes == {name: one.shape for name, one in constants.markers[kind].items()}
+        for one in loaded.dims.block_linears(layer).values():
+            name = f"{loaded.family.weight_path('{layer}', one.target)}.weight"
+            assert shapes.pop(name) == (one.outputs, one.inputs)
+            assert shapes.pop(f"{name}_transposed") == (one.inputs, one.outputs)
+        assert not shapes
+    # What projects the embedding to a layer's input is in the file: no function of one layer reads it.
+    assert built.weights["model.per_layer_model_projection.weight.0"].dtype == np.int8
 
 
 def test_a_layer_s_program_that_is_damaged_is_named(tmp_path) -> None:
@@ -174,8 +200,8 @@ def test_what_rounds_too_much_is_not_written(monkeypatch) -> None:
     """The program is good, and it is another model's."""
     from ondevice.exporters.android_cpu import target as android
 
-    monkeypatch.setattr(android, "LEAST_COSINE_FLOAT32", 1.0)
     session, settings = open_artifact(program("blocks, q4")), config("blocks, q4")
+    monkeypatch.setattr(android, "LEAST_COSINE_FLOAT32", 1.0)
     (job,) = artifacts.export_jobs(settings)
     loaded = load_model(settings.model.source)
     built = EXECUTORCH.build(loaded, settings.method, settings.export, settings.train.seed)
@@ -212,6 +238,19 @@ def test_four_bits_without_this_projects_ops_are_refused_by_name(monkeypatch) ->
     assert "8da4w" not in found("blocks, q4", **four)
     monkeypatch.setattr(mesp, "has_compiler", lambda: False)
     assert "no C++ compiler" in found("blocks, q4", **four)
+
+
+def test_widths_of_every_layer_are_groups_of_rounded_weights(tmp_path) -> None:
+    """Layers of Gemma 4 have heads of two widths, and a branch behind the MLP."""
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 24, "global_head_dim": 48}
+    for name, own, expected in (
+        ("heads", sizes, "heads 48"),
+        ("inputs", {**sizes, "head_dim": 32, "hidden_size_per_layer_input": 24}, "layer_input 24"),
+    ):
+        folder = save_tiny(tmp_path / name, "gemma4_text", **own)
+        settings = config("blocks of gemma4_text, q4", **{"model.source": str(folder)})
+        (problem,) = target("android-cpu").check(artifacts.export_jobs(settings)[0])
+        assert "multiples of 32" in problem and expected in problem
 
 
 def test_forms_that_a_program_does_not_have_are_named() -> None:

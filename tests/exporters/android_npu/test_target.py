@@ -26,7 +26,7 @@ from ondevice.exporters.android_npu.target import TOLERANCE, AndroidNpu
 from ondevice.exporters.base import beyond, random_batches
 from ondevice.methods.prge import npu
 from ondevice.methods.prge.program import build_program
-from ondevice.models import load_model
+from ondevice.models import load_model, save_tiny
 from tests.programs import NPU, config, marks, needs_qnn, program, report
 
 pytest.importorskip("executorch.exir")
@@ -250,6 +250,15 @@ def test_widths_that_qnn_computes_wrongly_are_refused() -> None:
     narrow = config("npu", **{"model.source": config("functional").model.source})
     (problem,) = find_target("android-npu").check(artifacts.export_jobs(narrow)[0])
     assert "64 inputs" in problem and "q_proj" in problem and "down_proj" not in problem
+
+
+@pytest.mark.usefixtures("qnn_extra")
+def test_narrow_norms_are_refused(tmp_path) -> None:
+    """Over 32 numbers QNN's norm gave losses that eager PyTorch does not."""
+    folder = save_tiny(tmp_path / "m", "qwen3", hidden=64, heads=2, kv_heads=1, head_dim=32)
+    (job,) = artifacts.export_jobs(config("npu qwen3", **{"model.source": str(folder)}))
+    problems = find_target("android-npu").check(job)
+    assert any("norms of 64 numbers or more: heads have 32" in problem for problem in problems)
 
 
 def test_all_chips_are_those_with_float16() -> None:

@@ -297,6 +297,16 @@ def test_what_cannot_be_exported_is_listed(model) -> None:
     assert "method lora does not export to apple-mlx" in raised.value.message
 
 
+def test_blocks_that_read_other_blocks_are_refused_with_what_takes_them(tmp_path) -> None:
+    folder = save_tiny(tmp_path / "gemma", "gemma4_text", layers=3)
+    with pytest.raises(ConfigError) as raised:
+        artifacts.export(run_config(folder, {}), tmp_path / "out")
+    for words in ("keys and values that layers share", "embeddings of the tokens for each layer"):
+        assert words in raised.value.message
+    assert "`ondevice train --backend mlx` trains these here" in raised.value.message
+    assert "--target android-cpu --method mesp" in str(raised.value.hint)
+
+
 @pytest.mark.sampled(every=5)
 def test_a_file_for_metal_differs_only_in_its_devices(artifact) -> None:
     folder = artifact[0]

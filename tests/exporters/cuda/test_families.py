@@ -70,6 +70,6 @@ def test_families_that_a_target_does_not_know_are_said_before(tmp_path: Path) ->
             job(save_tiny(tmp_path / name, "granite"), name)
         )
         assert any(
-            "a factor of each branch" in one and "a program for the NPU does not do" in one
+            "a factor of each branch" in one and f"a program of {name} for the NPU does not" in one
             for one in problems
         )

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.dims import ModelDims
-from ondevice.core.errors import ArtifactError
+from ondevice.core.errors import ArtifactError, ModelError
 from ondevice.core.manifest import Manifest, ProgramMethod, TensorPort
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
@@ -261,9 +261,23 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
         check_mlx_settings(config)
-        check_family(files.dims, IN_STAGES, "a program of mesp in MLX")
+        _check_blocks(files.dims)
         settings_of(files, config)
     return problems
+
+
+def _check_blocks(dims: ModelDims) -> None:
+    try:
+        check_family(dims, IN_STAGES, "a program of mesp in MLX")
+    except ModelError as error:
+        if dims.whole or not dims.gated:
+            raise
+        raise ModelError(
+            error.message,
+            expected="blocks that differ only in their mixers, and read only their input; "
+            "`ondevice train --backend mlx` trains these here",
+            received=error.received,
+        ) from None
 
 
 def write(

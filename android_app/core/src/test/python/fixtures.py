@@ -190,6 +190,17 @@ def forms(out: Path) -> None:
         more += "" if form == "int8" else " --set export.kernels=stock"
         make_artifact(out / f"blocks {form}", "android-cpu", more)
         make_run(out, f"blocks {form}", f"blocks {form} run", SHORT_RUN)
+    gemma(out)
+
+
+def gemma(out: Path) -> None:
+    """Blocks that read embeddings of the tokens for their layer, and the last three of them another's keys and values."""
+    from ondevice.models import save_tiny
+
+    folder = save_tiny(out / "gemma model", "gemma4_text", layers=5, hidden=32, heads=2, kv_heads=1)
+    more = "--method mesp --task sst2 --length 32 --batch-size 2 --set method.loss_tiles=2 --set export.kernels=stock"
+    make_artifact(out / "blocks gemma", "android-cpu", more, ["--model", str(folder)])
+    make_run(out, "blocks gemma", "blocks gemma run", SHORT_RUN)
 
 
 def npu(out: Path) -> None:

@@ -10,7 +10,8 @@ import kotlin.math.ln
  * A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
  * its update. Only block inputs, the adapter and the optimizer's vectors are this process's memory. N is rows times
  * tokens, D the model's width, C the positions that the head takes at once. Where the loss is scaled, a step whose numbers
- * are not finite is left out: nothing changes but the scale, which is halved as long as it can be.
+ * are not finite is left out: nothing changes but the scale, which is halved as long as it can be. What blocks read besides
+ * hidden states (embeddings of the tokens for a layer, another layer's keys and values) lives as long as a [Pass].
  *
  * @throws OndeviceException [ErrorKind.ARTIFACT]: the weights file is damaged or of another model.
  */
@@ -42,9 +43,9 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
     }
 
     override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>, weigh: Weigh?): Stepped {
-        val size = size(manifest.batchSize, batch.rows, batch.lengthTokens)
+        val pass = Pass(size(manifest.batchSize, batch.rows, batch.lengthTokens))
         val inputs = ArrayList<Tensor>()
-        val last = forward(state, batch.ids, size, inputs)
+        val last = forward(state, batch.ids, pass, inputs)
         val scale = scalars[Key(Role.LOSS_SCALE)]?.floats()?.get(0)
         val head = head(last.floats(), batch)
         val weighed = (weigh ?: { nll -> mean(nll, head.tokens) })(head.nll)
@@ -55,7 +56,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         var gradient = vector(first)
         for (layer in layers - 1 downTo 0) {
             val given = scalars + mapOf(Key(Role.HIDDEN) to inputs.removeAt(layer), Key(Role.GRADIENT) to gradient)
-            val outputs = block("$BACKWARD$size${info.endOfName(layer)}", given, state, layer)
+            val outputs = block("$BACKWARD${pass.size}${info.endOfName(layer)}", given, state, layer, pass = pass)
             gradient = outputs.getValue(Key(Role.GRADIENT))
             for ((name, values) in next) {
                 val range = outputs.getValue(Key(Role.STATE, name)).floats()
@@ -73,14 +74,14 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
     }
 
     override fun evaluate(state: State, batch: Batch, scalars: Map<Key, Tensor>): RowLosses {
-        val last = forward(state, batch.ids, size(manifest.evalBatchSize, batch.rows, batch.lengthTokens), null)
+        val last = forward(state, batch.ids, Pass(size(manifest.evalBatchSize, batch.rows, batch.lengthTokens)), null)
         return head(last.floats(), batch).let { RowLosses(it.nll, it.tokens) }
     }
 
     override val nextTokenColumns: Int get() = manifest.longestTokens
 
     override fun nextToken(state: State, ids: LongArray, length: Int): FloatArray {
-        return logits(forward(state, ids, size(1, 1, ids.size), null).floats(), length - 1)
+        return logits(forward(state, ids, Pass(size(1, 1, ids.size)), null).floats(), length - 1)
     }
 
     override fun reader(state: State, padId: Int): TokenReader =
@@ -105,13 +106,21 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         return sizeOf(rows, tokens)
     }
 
+    /** A way through the layers and back; [read] has the ids, the first block's input, and what blocks hand to each other. */
+    class Pass(val size: String, val read: MutableMap<Key, Tensor> = HashMap()) {
+        fun shared(port: Port): Tensor = read[Key.of(port)]
+            ?: if (port.role.isSum) vector(FloatArray(port.count)) else throw artifactError("no block before gave what this one reads", received = port)
+    }
+
     /** The last block's output [N, D]; the input of every block goes into [inputs] if there is one. */
-    private fun forward(state: State, ids: LongArray, size: String, inputs: MutableList<Tensor>?): Tensor {
-        val tokens = mapOf(Key(Role.IDS) to Tensor.of(ids, ids.size.toLong()))
-        var hidden = block("$EMBED$size", tokens, state).getValue(Key(Role.HIDDEN))
+    private fun forward(state: State, ids: LongArray, pass: Pass, inputs: MutableList<Tensor>?): Tensor {
+        pass.read[Key(Role.IDS)] = Tensor.of(ids, ids.size.toLong())
+        var hidden = block("$EMBED${pass.size}", pass.read, state).getValue(Key(Role.HIDDEN))
+        pass.read[Key(Role.HIDDEN)] = hidden
         for (layer in 0 until layers) {
             inputs?.add(hidden)
-            hidden = block("$FORWARD$size${info.endOfName(layer)}", mapOf(Key(Role.HIDDEN) to hidden), state, layer).getValue(Key(Role.HIDDEN))
+            val name = "$FORWARD${pass.size}${info.endOfName(layer)}"
+            hidden = block(name, mapOf(Key(Role.HIDDEN) to hidden), state, layer, pass = pass).getValue(Key(Role.HIDDEN))
         }
         return hidden
     }
@@ -181,15 +190,22 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
      *
      * @param layer whose weights and ranges of the state go in.
      * @param firstRow of a table at which the tile begins.
+     * @param pass takes what the block gives to other blocks, and gives what it reads of them.
      */
-    fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0): Map<Key, Tensor> =
-        methods.call(name, layer) { port ->
-            when (port.role) {
-                Role.FROZEN -> weights.tensor(port, nameOf(port, layer), firstRow)
-                Role.STATE -> state.getValue(port.name).floats().let { all -> vector(all.copyOfRange(layer * port.shape[0], (layer + 1) * port.shape[0])) }
+    fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0, pass: Pass = Pass("")): Map<Key, Tensor> {
+        val outputs = methods.call(name, layer) { port ->
+            when {
+                port.role == Role.FROZEN -> weights.tensor(port, nameOf(port, layer), firstRow)
+                port.role == Role.STATE -> state.getValue(port.name).floats().let { all -> vector(all.copyOfRange(layer * port.shape[0], (layer + 1) * port.shape[0])) }
+                port.role == Role.LAYER_INPUT -> block("$LAYER_INPUT${pass.size}", pass.read, state, layer).getValue(Key(Role.LAYER_INPUT)).reshaped(port.lengths())
+                port.role.isShared -> pass.shared(port).reshaped(port.lengths())
                 else -> given.getValue(Key.of(port)).reshaped(port.lengths())
             }
         }
+        val (shared, own) = outputs.entries.partition { it.key.role.isShared }
+        for ((key, tensor) in shared) pass.read[key] = tensor
+        return own.associate { it.key to it.value }
+    }
 
     private fun nameOf(port: Port, layer: Int) = ofLayer(port.name, layer)
 
@@ -200,6 +216,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
 
     companion object {
         const val EMBED = "embed_"
+        const val LAYER_INPUT = "layer_input_"
         const val FORWARD = "block_forward_"
         const val BACKWARD = "block_backward_"
         const val HEAD_SUMS = "head_sums"

@@ -27,6 +27,10 @@ internal object BlocksCheck {
         private val writes = BlockSteps.HEAD_LOGITS in spec.methods
         private val width = head[1]
 
+        /** Of what each layer reads of its tokens; null where no layer does. */
+        private val inputWidth = spec.methods.entries.firstOrNull { it.key.startsWith(BlockSteps.LAYER_INPUT) }
+            ?.value?.outputs?.firstOrNull { it.role == Role.LAYER_INPUT }?.shape?.getOrNull(1)
+
         /** The ends of the names of a block's functions, one for each kind of block. */
         private val ends = (0 until spec.blocks!!.layers).map(spec.blocks::endOfName).distinct()
 
@@ -37,19 +41,36 @@ internal object BlocksCheck {
                     val size = BlockSteps.sizeOf(rows, length)
                     val hidden = listOf(rows * length, width)
                     method("${BlockSteps.EMBED}$size", hidden, listOf(rows, length), Role.IDS to 1, gives = setOf(Role.HIDDEN))
-                    for (end in ends) method("${BlockSteps.FORWARD}$size$end", hidden, null, Role.HIDDEN to 1, Role.STATE to 1, gives = setOf(Role.HIDDEN))
+                    for (end in ends) method("${BlockSteps.FORWARD}$size$end", hidden, null, Role.HIDDEN to 1, Role.STATE to 1, gives = setOf(Role.HIDDEN), lends = true)
+                    if (inputWidth != null) {
+                        method("${BlockSteps.LAYER_INPUT}$size", hidden, listOf(rows, length), Role.IDS to 1, Role.HIDDEN to 1, gives = setOf(Role.LAYER_INPUT))
+                    }
+                    shared(size)
                 }
                 val hidden = listOf(manifest.batchSize * length, width)
                 val state = spec.state.size
                 val takes = arrayOf(Role.HIDDEN to 1, Role.GRADIENT to 1, Role.STATE to state)
                 val backward = "${BlockSteps.BACKWARD}${BlockSteps.sizeOf(manifest.batchSize, length)}"
-                for (end in ends) method("$backward$end", hidden, null, *takes, gives = setOf(Role.GRADIENT, Role.STATE))
+                for (end in ends) method("$backward$end", hidden, null, *takes, gives = setOf(Role.GRADIENT, Role.STATE), lends = true)
             }
             val places = arrayOf(Role.HIDDEN to 1, Role.TARGETS to 1, Role.TILE_FIRST to 1, Role.TILE_SKIP to 1, Role.TILE_SUMS to BlockSteps.SUMS.size)
             method(BlockSteps.HEAD_SUMS, head, null, *places, gives = setOf(Role.TILE_SUMS))
             method(BlockSteps.HEAD_GRADIENT, head, null, *places, Role.TOKEN_SCALE to 1, Role.GRADIENT to 1, gives = setOf(Role.GRADIENT))
             if (writes) method(BlockSteps.HEAD_LOGITS, listOf(1, width), null, Role.HIDDEN to 1, gives = setOf(Role.LOGITS))
             if (CachedReader.BLOCK_DECODE in spec.methods) cached()
+        }
+
+        /** What a block reads of an earlier one was given by it, in the same shape. */
+        private fun shared(size: String) {
+            val given = HashMap<Key, List<Int>>()
+            for (layer in 0 until spec.blocks!!.layers) {
+                val name = "${BlockSteps.FORWARD}$size${spec.blocks.endOfName(layer)}"
+                val method = ManifestCheck.method(spec, name)
+                for (port in method.inputs) if (port.role.isShared && given[Key.of(port)] != port.shape) {
+                    throw ManifestCheck.wrong("program_spec.methods.$name.inputs", "what a block before layer $layer gives", port)
+                }
+                for (port in method.outputs) if (port.role.isShared) given[Key.of(port)] = port.shape
+            }
         }
 
         /** The functions that keep keys [heads, width, context] and values [heads, context, width]. */
@@ -74,7 +95,7 @@ internal object BlocksCheck {
         /** The method takes these roles as often as said, gives those, and all have the shapes that the host has. */
         private fun method(
             name: String, hidden: List<Int>, ids: List<Int>?, vararg takes: Pair<Role, Int>, gives: Set<Role>,
-            kept: List<Map<Role, List<Int>>> = listOf(emptyMap(), emptyMap()),
+            kept: List<Map<Role, List<Int>>> = listOf(emptyMap(), emptyMap()), lends: Boolean = false,
         ) {
             val method = ManifestCheck.method(spec, name)
             for ((where, ports, own) in listOf(Triple("inputs", method.inputs, kept[0]), Triple("outputs", method.outputs, kept[1]))) {
@@ -84,7 +105,7 @@ internal object BlocksCheck {
                 val received = method.inputs.count { it.role == role }
                 if (received != count) throw ManifestCheck.wrong("program_spec.methods.$name.inputs", "$count of role ${role.manifestName}", received)
             }
-            val received = method.outputs.map { it.role }.toSet()
+            val received = method.outputs.map { it.role }.filterNot { lends && it.isShared }.toSet()
             if (received != gives) throw ManifestCheck.wrong("program_spec.methods.$name.outputs", gives.joinToString { it.manifestName }, received.map { it.manifestName })
             val state = method.outputs.filter { it.role == Role.STATE }.map { it.name }.toSet()
             if (Role.STATE in gives && state != spec.state.map { it.name }.toSet()) {
@@ -108,6 +129,9 @@ internal object BlocksCheck {
                 Role.LEARNING_RATE -> DType.FLOAT32 to ONE
                 Role.LOSS_SCALE -> if (spec.blocks!!.lossScale == null) null else DType.FLOAT32 to ONE
                 Role.LOGITS -> DType.FLOAT32 to listOf(1, tileRows)
+                Role.LAYER_INPUT -> inputWidth?.let { DType.FLOAT32 to listOf(hidden[0], it) }
+                Role.SHARED_KEYS, Role.SHARED_VALUES, Role.KEYS_GRADIENT, Role.VALUES_GRADIENT ->
+                    DType.FLOAT32 to port.shape.takeIf { it.size == 4 && it[0] * it[1] == hidden[0] }.orEmpty()
                 else -> null
             } ?: throw ManifestCheck.wrong(where, "only ports that the app can bind, each state and counter by its name", port)
             if (port.dtype to port.shape != expected) throw ManifestCheck.wrong("$where.${port.name}", "${expected.first.manifestName} ${expected.second}", port)

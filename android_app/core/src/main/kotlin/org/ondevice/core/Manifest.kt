@@ -6,10 +6,18 @@ enum class Role(val manifestName: String) {
     CONSTANT("constant"), PROJECTED_GRADIENTS("projected_gradients"), LENGTH("length"), LOSSES("losses"),
     NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum"), FROZEN("frozen"), HIDDEN("hidden"),
     GRADIENT("gradient"), TARGETS("targets"), TOKEN_SCALE("token_scale"), TILE_FIRST("tile_first"), TILE_SKIP("tile_skip"),
-    TILE_SUMS("tile_sums"), POSITION("position"), KEYS("keys"), VALUES("values"), LOSS_SCALE("loss_scale");
+    TILE_SUMS("tile_sums"), POSITION("position"), KEYS("keys"), VALUES("values"), LOSS_SCALE("loss_scale"),
+    LAYER_INPUT("layer_input"), SHARED_KEYS("shared_keys"), SHARED_VALUES("shared_values"), KEYS_GRADIENT("keys_gradient"),
+    VALUES_GRADIENT("values_gradient");
+
+    /** True for what blocks of a step hand to each other besides hidden states: the host keeps it by role and name. */
+    val isShared: Boolean get() = this == SHARED_KEYS || this == SHARED_VALUES || isSum
+
+    /** True for sums of gradients, which begin as zeros. */
+    val isSum: Boolean get() = this == KEYS_GRADIENT || this == VALUES_GRADIENT
 
     /** True where a method may have several ports of this role, told apart by name. */
-    val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT || this == TILE_SUMS || this == FROZEN
+    val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT || this == TILE_SUMS || this == FROZEN || isShared
 }
 
 /** One input or output of a program method: a dense tensor of [shape]. */
@@ -85,8 +93,9 @@ data class AdapterEntry(
  *   float16; null where nothing is scaled.
  */
 data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int, val kinds: List<Int> = emptyList(), val lossScale: Double? = null) {
-    /** The layers whose block has the method of that name: only these have its frozen ports. */
+    /** The layers whose block has the method of that name: only these have its frozen ports. All have an input of their own. */
     fun layersOf(method: String): List<Int> {
+        if (method.startsWith(BlockSteps.LAYER_INPUT)) return (0 until layers).toList()
         val kind = method.substringAfterLast('_', "").toIntOrNull() ?: 0
         return (0 until layers).filter { kinds.isEmpty() || kinds[it] == kind }
     }

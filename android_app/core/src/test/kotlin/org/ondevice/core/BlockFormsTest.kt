@@ -30,7 +30,7 @@ class BlockFormsTest {
 
     /** Losses, evaluations, adapter and checkpoint bit for bit; the second half of the steps after a resume. */
     @ParameterizedTest
-    @ValueSource(strings = ["int8", "q4", "8da8w", "npu"])
+    @ValueSource(strings = ["int8", "q4", "8da8w", "gemma", "npu"])
     fun everyFormGivesPythonsRun(form: String) = program(form) { artifact, program ->
         val folder = Fixtures.scratch()
         lateinit var first: Trainer
@@ -88,6 +88,29 @@ class BlockFormsTest {
         assertEquals(null, session.step(batch, 0, 0.01).warning)
         val lacking = assertThrows(OndeviceException::class.java) { session.load(after - "loss_scale") }
         assertTrue(lacking.kind == ErrorKind.CHECKPOINT && "loss_scale" in lacking.message!!, lacking.message)
+    }
+
+    /** What a block reads of its tokens or of another block must come from a function of the program, in its shape. */
+    @Test
+    fun whatBlocksHandToEachOtherIsChecked() {
+        val top = (Json.parse(File(folder("gemma"), ManifestReader.FILE_NAME).readText()) as Map<*, *>).mapKeys { it.key.toString() }
+        val spec = (top["program_spec"] as Map<*, *>).mapKeys { it.key.toString() }
+        val methods = (spec["methods"] as Map<*, *>).mapKeys { it.key.toString() }
+        fun refused(words: String, changed: Map<String, Any?>) {
+            val error = assertThrows(OndeviceException::class.java) { ManifestReader.parse(Json.write(top + ("program_spec" to spec + ("methods" to changed)))) }
+            assertTrue(error.kind == ErrorKind.ARTIFACT && words in error.message!!, "'$words' in: ${error.message}")
+        }
+        fun outputs(method: String, change: (List<Map<*, *>>) -> List<Any?>): Map<String, Any?> {
+            val old = methods.getValue(method) as Map<*, *>
+            @Suppress("UNCHECKED_CAST")
+            return methods + (method to old + ("outputs" to change(old["outputs"] as List<Map<*, *>>)))
+        }
+        val lender = "block_forward_2x32"
+        refused("what a block before layer 2 gives", outputs(lender) { ports -> ports.filter { it["role"] == "hidden" } })
+        refused("what a block before layer 2 gives", outputs(lender) { ports -> ports.map { if (it["role"] == "shared_keys") it + ("shape" to listOf(2, 32, 1, 7)) else it } })
+        refused("shared_keys", outputs(lender) { ports -> ports.map { if (it["role"] == "shared_keys") it + ("shape" to listOf(3, 32, 1, 24)) else it } })
+        refused("only ports that the app can bind", methods.filterKeys { !it.startsWith("layer_input_") })
+        refused("float32 [64, 7]", outputs("layer_input_2x32") { ports -> ports.map { it + ("shape" to listOf(64, 7)) } })
     }
 
     /** A layer's program that is missing, of a name that leaves the folder, or of a program of whole steps is refused. */
