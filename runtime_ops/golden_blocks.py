@@ -33,6 +33,7 @@ def cases() -> list[dict[str, Any]]:
             for form in ("float", "int8", "q4", "integers", "q4_integers")
             for transposed in (0, 1)
         ),
+        *({**linear, "rows": 1, "form": form, "transposed": 0} for form in ("float", "int8", "q4", "q4_integers")),
         {"op": "narrow_linear", **wide, "rank": 9},
         {"op": "narrow_gradient", **wide, "rank": 9},
         {"op": "rms_norm", **wide},

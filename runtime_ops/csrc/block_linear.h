@@ -5,6 +5,7 @@
 
 #include "integer_product.h"
 #include "matrix.h"
+#include "row_product.h"
 
 namespace ondevice {
 
@@ -49,69 +50,27 @@ inline void add_lora(const Added& added, int64_t rows, int64_t width, int64_t co
   }
 }
 
-// The product of one row of W with x, as floats. `sums` are those of x's groups of 32, for a W of 4 bits.
-inline float row_product(const Matrix& w, int64_t row, const float* __restrict x, const float* __restrict sums) {
-  if (w.kind == Matrix::kQ4) {
-    const int64_t groups = w.inputs / kQ4Group;
-    const uint8_t* bytes = static_cast<const uint8_t*>(w.data) + row * w.inputs / 2;
-    Sixteen acc = Sixteen{};
-    float low = 0.0f;
-    for (int64_t group = 0; group < groups; ++group, bytes += kQ4Group / 2) {
-      float levels[kQ4Group];
-      q4_levels(bytes, levels);
-      Sixteen left, right, first, second;
-      std::memcpy(&left, levels, sizeof left);
-      std::memcpy(&right, levels + 16, sizeof right);
-      std::memcpy(&first, x + group * kQ4Group, sizeof first);
-      std::memcpy(&second, x + group * kQ4Group + 16, sizeof second);
-      acc += (left * first + right * second) * half_to_float(w.halves[row * groups + group]);
-      low += sums[group] * half_to_float(w.minima[row * groups + group]);
+// x W^T for one row of x: `products(begin, end)` writes those rows of W into y, each thread's beside one another.
+template <typename Products, typename Parallel>
+void block_linear_row(const Matrix& w, const Added& added, float* y, const Products& products,
+                      const Parallel& parallel) {
+  const int64_t some = (w.outputs + kRowTasks - 1) / kRowTasks, least = kRowBytes / (w.row_bytes() + 1) + 1;
+  const int64_t rows = some > least ? some : least;
+  parallel((w.outputs + rows - 1) / rows, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * rows, last = end * rows < w.outputs ? end * rows : w.outputs;
+    static thread_local Scratch scratch;
+    float* sums = scratch.get(last - first);
+    products(first, last, sums);
+    for (int64_t k = 0; k < (added.h ? added.rank : 0); ++k) {
+      const float factor = added.scale * added.h[k];
+      const float* __restrict b = added.b + k * w.outputs + first;
+      for (int64_t j = 0; j < last - first; ++j) sums[j] += factor * b[j];
     }
-    for (int i = 0; i < 16; ++i) low += acc[i];
-    return low;
-  }
-  Vec acc[4] = {};
-  const float* __restrict floats = static_cast<const float*>(w.data) + (w.kind == Matrix::kFloat ? row * w.inputs : 0);
-  const int8_t* __restrict bytes = static_cast<const int8_t*>(w.data) + (w.kind == Matrix::kInt8 ? row * w.inputs : 0);
-  const auto value = [&](int64_t k) {
-    if (w.kind == Matrix::kFloat) return load(floats + k);
-    SignedVec levels;
-    std::memcpy(&levels, bytes + k, sizeof levels);
-    return __builtin_convertvector(__builtin_convertvector(levels, IntVec), Vec);
-  };
-  int64_t k = 0;
-  for (; k + 4 * kLanes <= w.inputs; k += 4 * kLanes) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) acc[i] += value(k + i * kLanes) * load(x + k + i * kLanes);
-  }
-  for (; k + kLanes <= w.inputs; k += kLanes) acc[0] += value(k) * load(x + k);
-  float sum = 0.0f;
-  for (; k < w.inputs; ++k) sum += (w.kind == Matrix::kFloat ? floats[k] : static_cast<float>(bytes[k])) * x[k];
-  acc[0] += acc[1] + acc[2] + acc[3];
-  for (int i = 0; i < kLanes; ++i) sum += acc[0][i];
-  return w.kind == Matrix::kInt8 ? sum * w.scales[row] : sum;
-}
-
-// x W^T for one row of x: nothing is packed, W is read once.
-template <typename Parallel>
-void block_linear_row(const float* x, const Matrix& w, const Added& added, float* y, const Parallel& parallel) {
-  std::vector<float> sums;
-  if (w.kind == Matrix::kQ4) {
-    for (int64_t at = 0; at < w.inputs; at += kQ4Group) {
-      float sum = 0.0f;
-      for (int64_t k = at; k < at + kQ4Group; ++k) sum += x[k];
-      sums.push_back(sum);
-    }
-  }
-  parallel((w.outputs + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end) {
-    const int64_t last = end * kColumns < w.outputs ? end * kColumns : w.outputs;
-    for (int64_t row = begin * kColumns; row < last; ++row) {
-      float sum = row_product(w, row, x, sums.data());
-      if (added.bias) sum += added.bias[row];
-      if (added.into) sum += added.into[row];
-      float narrow = 0.0f;
-      for (int64_t k = 0; k < (added.h ? added.rank : 0); ++k) narrow += added.h[k] * added.b[k * w.outputs + row];
-      y[row] = sum + added.scale * narrow;
+    for (int64_t j = 0; j < last - first; ++j) {
+      float sum = sums[j];
+      if (added.bias) sum += added.bias[first + j];
+      if (added.into) sum += added.into[first + j];
+      y[first + j] = sum;
     }
   });
 }
@@ -122,7 +81,12 @@ void block_linear(const float* x, int64_t rows, const Matrix& w, bool transposed
                   const Parallel& parallel) {
   const int64_t width = transposed ? w.inputs : w.outputs, length = transposed ? w.outputs : w.inputs;
   if (rows <= 0 || width <= 0) return;
-  if (rows == 1 && !transposed) return block_linear_row(x, w, added, y, parallel);
+  if (rows == 1 && !transposed) {
+    static thread_local Scratch scratch;
+    const RowInput input(x, w, scratch);
+    const auto products = [&](int64_t begin, int64_t end, float* sums) { row_products(w, begin, end, input, sums); };
+    return block_linear_row(w, added, y, products, parallel);
+  }
   parallel((width + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     float* panel = scratch.get((kColumns + 4) * kDepth);
@@ -187,6 +151,17 @@ void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool t
                            float* y, const Parallel& parallel) {
   if (w.kind == Matrix::kQ4 && !transposed) {
     Grouped grouped;
+    if (rows == 1) {
+      static thread_local Grouped row;
+      const auto serial = [](int64_t tasks, const auto& f) { f(0, tasks); };
+      round_groups(x, 1, w.inputs, row, serial);
+      split_row(row, padded_groups(w));
+      const Grouped* shared = &row;  // the workers' own is another
+      const auto products = [&](int64_t begin, int64_t end, float* sums) {
+        integer_form().q4_rows(w, begin, end, shared->levels.data(), shared->scales.data(), shared->sums.data(), sums);
+      };
+      return block_linear_row(w, added, y, products, parallel);
+    }
     round_groups(x, rows, w.inputs, grouped, parallel);
     multiply_groups(grouped, rows, w, added, y, parallel);
     return;

@@ -72,6 +72,36 @@ void check_q4_form(const ondevice::IntegerForm& form) {
   }
 }
 
+// One row by the same W, with scales and minima that are 1.
+void check_q4_rows(const ondevice::IntegerForm& form) {
+  const int64_t depth = 608, outputs = 37, groups = depth / ondevice::kQ4Group;
+  const auto bytes = some_bytes(1, depth), packed = some_bytes(2, outputs * depth / 2);
+  const std::vector<uint16_t> ones(static_cast<size_t>(outputs * groups), 0x3C00);
+  const ondevice::Matrix w{ondevice::Matrix::kQ4, packed.data(), nullptr, ones.data(), ones.data(), outputs, depth};
+  ondevice::Grouped row;
+  std::vector<int32_t> expected(static_cast<size_t>(outputs));
+  for (int64_t k = 0; k < depth; ++k) {
+    const int8_t level = static_cast<int8_t>(bytes[static_cast<size_t>(k)] == 128 ? -127 : bytes[static_cast<size_t>(k)]);
+    row.levels.push_back(level);
+    if (k % ondevice::kQ4Group == 0) row.sums.push_back(0.0f);
+    row.sums.back() += static_cast<float>(level);
+    for (int64_t j = 0; j < outputs; ++j) {
+      const uint8_t both = packed[static_cast<size_t>((j * depth + k) / 2)];
+      expected[static_cast<size_t>(j)] += level * (1 + (k % 2 ? both & 15 : both >> 4));
+    }
+  }
+  row.scales.assign(static_cast<size_t>(groups), 1.0f);
+  ondevice::split_row(row, ondevice::padded_groups(w));
+  std::vector<float> sums(static_cast<size_t>(outputs));
+  form.q4_rows(w, 0, 20, row.levels.data(), row.scales.data(), row.sums.data(), sums.data());
+  form.q4_rows(w, 20, outputs, row.levels.data(), row.scales.data(), row.sums.data(), sums.data() + 20);
+  for (size_t j = 0; j < sums.size(); ++j) {
+    if (sums[j] == static_cast<float>(expected[j])) continue;
+    fail(1, std::string("a row's products with 4 bits in ") + form.name + ": expected " + std::to_string(expected[j]) +
+                ", received " + std::to_string(sums[j]));
+  }
+}
+
 // Products of integers in every form that this processor has, which the environment does not choose.
 void check_integer_forms() {
   const int64_t rows = 29, depth = 70, quads = (depth + 3) / 4;
@@ -98,6 +128,7 @@ void check_integer_forms() {
       }
     }
     check_q4_form(forms[i]);
+    check_q4_rows(forms[i]);
     std::printf("integers: %s\n", forms[i].name);
   }
 }

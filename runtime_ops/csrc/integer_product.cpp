@@ -49,6 +49,19 @@ static inline Signed spread_signed(int32_t four) { return spread(four); }
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, w, a); }
 static inline Sums whole(Part part) { return part; }
 #include "q4_tile.h"
+static inline Signed signed_at(const int8_t* p) { return levels_at(p); }
+typedef Levels Half;
+static inline Part dot_half(Part acc, Signed a, Half w) { return dot_levels(acc, a, w); }
+static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
+  const Levels both = levels_at((const int8_t*)p);
+  high = both >> 4 & 0x0F0F0F0F;
+  low = both & 0x0F0F0F0F;
+}
+static inline Floats of_groups(const float* factors) {
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return (Floats)_mm512_maskz_permutexvar_ps(0xFFFF, lanes, _mm512_castps128_ps512(_mm_loadu_ps(factors)));
+}
+#include "q4_rows.h"
 static bool available() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 }  // namespace avx512vnni
 ONDEVICE_TARGET_END
@@ -75,6 +88,16 @@ static inline Signed spread_signed(int32_t four) { return spread(four); }
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, w, a); }
 static inline Sums whole(Part part) { return part; }
 #include "q4_tile.h"
+static inline Signed signed_at(const int8_t* p) { return levels_at(p); }
+typedef Levels Half;
+static inline Part dot_half(Part acc, Signed a, Half w) { return dot_levels(acc, a, w); }
+static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
+  const Levels both = levels_at((const int8_t*)p);
+  high = both >> 4 & 0x0F0F0F0F;
+  low = both & 0x0F0F0F0F;
+}
+static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
+#include "q4_rows.h"
 static bool available() {
   unsigned a = 7, b = 0, c = 1, d = 0;  // leaf 7, subleaf 1: GCC 12 has no name for it
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
@@ -116,6 +139,16 @@ static inline Signed spread_signed(int32_t four) { return _mm256_set1_epi32(four
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return acc + (Part)_mm256_maddubs_epi16(w, a); }
 static inline Sums whole(Part part) { return (Sums)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1)); }
 #include "q4_tile.h"
+static inline Signed signed_at(const int8_t* p) { return levels_at(p); }
+typedef Levels Half;
+static inline Part dot_half(Part acc, Signed a, Half w) { return dot_levels(acc, a, w); }
+static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
+  const Levels both = levels_at((const int8_t*)p);
+  high = both >> 4 & 0x0F0F0F0F0F0F0F0F;
+  low = both & 0x0F0F0F0F0F0F0F0F;
+}
+static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
+#include "q4_rows.h"
 static bool available() { return __builtin_cpu_supports("avx2"); }
 }  // namespace avx2
 ONDEVICE_TARGET_END
@@ -140,6 +173,14 @@ constexpr int kGroupTall = 3, kGroupWide = 4;
 static inline Levels levels_at(const int8_t* p) { return vld1q_s8(p); }
 static inline Signed spread_signed(int32_t four) { return vreinterpretq_s8_s32(vdupq_n_s32(four)); }
 static inline Sums whole(Part part) { return part; }
+typedef Levels Half;
+static inline Signed signed_at(const int8_t* p) { return vld1q_s8(p); }
+static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
+  const uint8x16_t both = vld1q_u8(p);
+  high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+  low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+}
+static inline float32x4_t of_groups(const float* factors) { return vdupq_n_f32(factors[0]); }
 }  // namespace neon_loads
 
 ONDEVICE_TARGET("arch=armv8.2-a+dotprod")
@@ -147,8 +188,10 @@ namespace neon_dot {
 using namespace neon_loads;
 static inline Sums dot(Sums acc, Activation a, Packed w) { return vdotq_s32(acc, a, w); }
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, a, w); }
+static inline Part dot_half(Part acc, Signed a, Half w) { return dot(acc, a, w); }
 #include "integer_tile.h"
 #include "q4_tile.h"
+#include "q4_rows.h"
 static bool available() {
 #if defined(__APPLE__)
   return true;
@@ -168,8 +211,10 @@ static inline Sums dot(Sums acc, Activation a, Packed w) {
   return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 }
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, a, w); }
+static inline Part dot_half(Part acc, Signed a, Half w) { return dot(acc, a, w); }
 #include "integer_tile.h"
 #include "q4_tile.h"
+#include "q4_rows.h"
 static bool available() { return true; }
 }  // namespace neon
 
@@ -203,21 +248,37 @@ static inline Part dot_levels(Part acc, Signed a, Levels w) {
 }
 static inline Sums whole(Part part) { return part; }
 #include "q4_tile.h"
+struct Half {
+  int8_t levels[16];
+};
+static inline const int8_t* signed_at(const int8_t* p) { return p; }
+static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
+  for (int k = 0; k < 16; ++k) {
+    high.levels[k] = static_cast<int8_t>(p[k] >> 4);
+    low.levels[k] = static_cast<int8_t>(p[k] & 15);
+  }
+}
+static inline Part dot_half(Part acc, const int8_t* a, const Half& w) {
+  for (int k = 0; k < 16; ++k) acc[k / 4] += a[k] * w.levels[k];
+  return acc;
+}
+static inline Floats of_groups(const float* factors) { return Floats{} + factors[0]; }
+#include "q4_rows.h"
 static bool available() { return true; }
 }  // namespace plain
 
 const IntegerForm kForms[] = {
 #if defined(__x86_64__)
-    {"avx512vnni", avx512vnni::available, avx512vnni::tile, 0, avx512vnni::q4_tile},
+    {"avx512vnni", avx512vnni::available, avx512vnni::tile, 0, avx512vnni::q4_tile, avx512vnni::q4_rows},
 #if defined(__clang__) || __GNUC__ >= 11
-    {"avxvnni", avxvnni::available, avxvnni::tile, 0, avxvnni::q4_tile},
+    {"avxvnni", avxvnni::available, avxvnni::tile, 0, avxvnni::q4_tile, avxvnni::q4_rows},
 #endif
-    {"avx2", avx2::available, avx2::tile, 0, avx2::q4_tile},
+    {"avx2", avx2::available, avx2::tile, 0, avx2::q4_tile, avx2::q4_rows},
 #elif defined(__aarch64__)
-    {"dotprod", neon_dot::available, neon_dot::tile, 128, neon_dot::q4_tile},
-    {"neon", neon::available, neon::tile, 128, neon::q4_tile},
+    {"dotprod", neon_dot::available, neon_dot::tile, 128, neon_dot::q4_tile, neon_dot::q4_rows},
+    {"neon", neon::available, neon::tile, 128, neon::q4_tile, neon::q4_rows},
 #endif
-    {"plain", plain::available, plain::tile, 0, plain::q4_tile},
+    {"plain", plain::available, plain::tile, 0, plain::q4_tile, plain::q4_rows},
 };
 
 const IntegerForm& chosen_form() {

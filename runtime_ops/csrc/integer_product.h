@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "matrix.h"
+#include "row_product.h"
 
 namespace ondevice {
 
@@ -36,12 +37,17 @@ using IntegerTile = void (*)(const uint8_t* u, int64_t stride, int64_t rows, con
 using Q4Tile = void (*)(const int8_t* q, int64_t stride, const float* factors, int64_t groups_of_row, int64_t rows,
                         const int8_t* panel, const float* scales, int64_t groups, float* sums);
 
+// sums[row - begin] = W[row] x for rows of a W of 4 bits and one row of x as `split_row` leaves it.
+using Q4Rows = void (*)(const Matrix& w, int64_t begin, int64_t end, const int8_t* q, const float* factors,
+                        const float* x_sums, float* sums);
+
 struct IntegerForm {
   const char* name;
   bool (*available)();
   IntegerTile tile;
   int32_t offset;
   Q4Tile q4_tile;
+  Q4Rows q4_rows;
 };
 
 // All forms that were compiled, the fastest first; the last is always available.
@@ -164,6 +170,21 @@ void round_groups(const float* x, int64_t rows, int64_t length, Grouped& out, co
       out.sums[static_cast<size_t>(at)] = scale * static_cast<float>(sum);
     }
   });
+}
+
+// One row as `q4_rows` reads it: the even levels of all groups and then the odd ones, each up to a multiple of kHalves
+// groups, as scales and sums are; zeros behind the last.
+inline void split_row(Grouped& row, int64_t padded) {
+  const size_t groups = row.scales.size(), all = static_cast<size_t>(padded), half = kQ4Group / 2;
+  static thread_local std::vector<int8_t> split;
+  split.assign(2 * half * all, 0);
+  for (size_t at = 0; at < groups * half; ++at) {
+    split[at] = row.levels[2 * at];
+    split[half * all + at] = row.levels[2 * at + 1];
+  }
+  row.levels.swap(split);
+  row.scales.resize(all, 0.0f);
+  row.sums.resize(all, 0.0f);
 }
 
 // Levels [depth / 4][32][4] of W^T's columns, and scales and minima [depth / 32][32]; `first` and `depth` are

@@ -19,12 +19,14 @@ struct Matrix {
   const uint16_t* minima;   // and minima
   int64_t outputs, inputs;
 
+  // Of a row's levels or floats.
+  int64_t row_bytes() const { return kind == kFloat ? 4 * inputs : kind == kInt8 ? inputs : inputs / 2; }
+
   // W's rows [first, first + count).
   Matrix rows(int64_t first, int64_t count) const {
     const int64_t groups = inputs / kQ4Group;
-    const int64_t width = kind == kFloat ? 4 * inputs : kind == kInt8 ? inputs : inputs / 2;
     return {kind,
-            static_cast<const char*>(data) + first * width,
+            static_cast<const char*>(data) + first * row_bytes(),
             scales ? scales + first : nullptr,
             halves ? halves + first * groups : nullptr,
             minima ? minima + first * groups : nullptr,

@@ -3,6 +3,7 @@ weights, adapter."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -337,6 +338,16 @@ class BlockFunctions:
         """Return where a layer's A and B lie in its range."""
         start = layer * self.layer_size
         return tuple(entry.moved(-start) for entry in self.layout.of_layer(layer))
+
+    def in_rows(self, adapter: Tensor, layer: int = 0) -> Tensor:
+        """Return a layer's range [layer_size] in rows [n, width] of which every A and B has whole
+        ones. The runtime copies a slice row by row: of a vector, number by number."""
+        width = self.layer_size
+        for entry in self.entries(layer):
+            one = entry.parameters
+            sizes = one.rank * one.inputs, one.rank * one.outputs
+            width = math.gcd(width, entry.a, entry.b, *sizes)
+        return adapter.view(-1, width)
 
     def block(
         self,

@@ -167,14 +167,16 @@ class _Fused(OneBlock):
     def blocks(self) -> Blocks:
         return Blocks(FusedStages(self.functions.dims, self.functions.integers), None)
 
+    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
+        return super().block(self.functions.in_rows(adapter, self.layer), frozen)
+
 
 class FusedForward(_Fused, BlockForward):
     """See `BlockForward`."""
 
 
 class FusedCached(BlockCached):
-    """See `BlockCached`. One token reads each matrix once, whatever is multiplied, so its products
-    are not of integers."""
+    """See `BlockCached`."""
 
     def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
         super().__init__(functions, tokens, context)
@@ -183,8 +185,10 @@ class FusedCached(BlockCached):
 
     @property
     def blocks(self) -> Blocks:
-        integers = self.functions.integers and self.tokens > 1
-        return Blocks(_CachedStages(self.functions.dims, integers), None)
+        return Blocks(_CachedStages(self.functions.dims, self.functions.integers), None)
+
+    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
+        return super().block(self.functions.in_rows(adapter, self.layer), frozen)
 
     def attend(
         self,

@@ -165,12 +165,15 @@ class FlatEntry:
         return FlatEntry(self.parameters, self.a + by, self.b + by)
 
     def pair(self, vector: Any) -> tuple[Any, Any]:
-        """Return A [rank, inputs] and B [rank, outputs] as views of a vector of numpy or torch."""
+        """Return A [rank, inputs] and B [rank, outputs] as views of a vector of numpy or torch, or
+        of the same in rows whose width divides every range."""
         rank = self.parameters.rank
         inputs = self.parameters.inputs
         outputs = self.parameters.outputs
-        a = vector[self.a : self.a + rank * inputs].reshape(rank, inputs)
-        return a, vector[self.b : self.b + rank * outputs].reshape(rank, outputs)
+        width = vector.shape[1] if vector.ndim == 2 else 1
+        a = vector[self.a // width : (self.a + rank * inputs) // width].reshape(rank, inputs)
+        b = vector[self.b // width : (self.b + rank * outputs) // width].reshape(rank, outputs)
+        return a, b
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ WRITER = "writer"
 PACKED = "packed answers"
 FLEET = "fleet artifact"
 TICKETS = "tickets artifact"
-FORMS = ("int8", "q4", "8da8w")
+FORMS = ("int8", "q4", "8da8w", "8da4w")
 """Of a block program's rounded weights."""
 SHORT_RUN = "--steps 4 --set train.checkpoint_every=2"
 
@@ -116,7 +116,7 @@ def export(out: Path) -> None:
     more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
     make_artifact(out / ARTIFACT, "android-cpu", f"--method prge --queries 4 {more}")
     make_artifact(out / BLOCKS, "android-cpu", f"--method mesp {more}")
-    # The app has the stock functions only; `BLOCKS` and the form int8 also have those that it passes over.
+    # The app has the stock functions only; `BLOCKS`, int8 and 8da4w also have those that it passes over.
     stock = "--set export.kernels=stock --set method.loss_tiles=2"
     writer = f"--method mesp --length 64 --batch-size 1 {stock} --set export.next_token=true"
     writer += " --set export.context_tokens=60"
@@ -187,7 +187,7 @@ def forms(out: Path) -> None:
     golden_case.write(out, make_artifact)
     for form in FORMS:
         more = f"--method mesp --quantize {form} --task sst2 --length 32 --batch-size 2 --set method.loss_tiles=2"
-        more += "" if form == "int8" else " --set export.kernels=stock"
+        more += " --set export.kernels=stock" if form in ("q4", "8da8w") else ""
         make_artifact(out / f"blocks {form}", "android-cpu", more)
         make_run(out, f"blocks {form}", f"blocks {form} run", SHORT_RUN)
     gemma(out)
