@@ -49,6 +49,7 @@ GOLDEN = "tests/golden/test_gradients.py::test_"
 GOLDEN_TORCH = (f"{GOLDEN}torch_meets_the_golden_gradients",)
 GOLDEN_MLX = (f"{GOLDEN}mlx_meets_the_golden_gradients",)
 GOLDEN_BLOCKS = (f"{GOLDEN}block_programs_meet_the_golden_gradients",)
+GOLDEN_FUNCTIONS = (f"{GOLDEN}functions_of_blocks_meet_the_golden_gradients",)
 HEAD_AND_UPDATE = (
     "tests/methods/mesp/test_head_tiles.py",
     "tests/methods/mesp/test_block_update.py",
@@ -101,8 +102,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
     },
     "ondevice/methods/mesp/torch/kernels.py": GRADIENTS + GOLDEN_TORCH,
-    "ondevice/methods/mesp/blocks.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
-    "ondevice/methods/mesp/block_functions.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
+    "ondevice/methods/mesp/blocks.py": HEAD_AND_UPDATE + GOLDEN_FUNCTIONS,
+    "ondevice/methods/mesp/block_functions.py": HEAD_AND_UPDATE + GOLDEN_FUNCTIONS,
     "ondevice/methods/mesp/mlx/stages.py": (
         *GOLDEN_MLX,
         "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
