@@ -8,12 +8,10 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -24,20 +22,16 @@ from ondevice.artifact.files import read_tensors, write_tensors
 from ondevice.artifact.manifest import read_manifest, write_manifest
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import IGNORE, OPTIMIZER_STEP
-from ondevice.exporters.android_cpu.target import AndroidCpu
-from ondevice.exporters.executorch import session as executorch_session
 from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.models import load_model, open_model
 from ondevice.models.tiny import tiny_tokenizer
+from tests.eager_program import computing_in_pytorch
 from tests.golden.cases import CASES, Case
 from tests.golden.gradients import FILE, exact, relative_errors
 from tests.methods.mesp.reference import learned
 from tests.methods.rounding import ALLOWED
 from tests.runtime_ops.native_host import built, call, losses
 from tests.shared import cached
-
-if TYPE_CHECKING:
-    from ondevice.exporters.executorch.lower import Lowered
 
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
@@ -174,42 +168,6 @@ def block_program(name: str) -> Path:
     return cached(f"golden {name}", json.dumps([repr(case), values]), make)
 
 
-class EagerProgram:
-    """A program's functions before they are lowered, in the place of the runtime and its file."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, Any] = {}
-
-    def lower(self, _target: Any, _job: Any, built: Any, _folder: Path) -> tuple[Any, Lowered]:
-        self.modules = {one.name: one.module for one in built.modules}
-        numbers, nothing = dict.fromkeys(self.modules, 0), dict.fromkeys(self.modules, ())
-        ops = dict.fromkeys(self.modules, list[str]())
-        from ondevice.exporters.executorch.lower import Lowered
-
-        return built, Lowered(b"", numbers, ops, numbers, 0.0, nothing, numbers)
-
-    def load_program(self, _path: str) -> EagerProgram:
-        return self
-
-    def load_method(self, name: str) -> Any:
-        def execute(inputs: list[Any]) -> tuple[Any, ...]:
-            with torch.no_grad():
-                outputs = self.modules[name](*inputs)
-            return outputs if isinstance(outputs, tuple) else (outputs,)
-
-        return SimpleNamespace(execute=execute)
-
-
-@pytest.fixture
-def eager_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports and sessions compute in PyTorch, from a program that takes no time to lower."""
-    program = EagerProgram()
-    monkeypatch.setattr(AndroidCpu, "lower", lambda *given: program.lower(*given))
-    monkeypatch.setattr(AndroidCpu, "check_program", lambda *_: ({}, []))
-    monkeypatch.setattr(executorch_session, "load_runtime", lambda: program)
-    monkeypatch.setattr(executorch_session, "_check_kernels", lambda *_: None)
-
-
 def learned_by_program(session: Any, ids: np.ndarray, labels: np.ndarray) -> Found:
     """Loss and gradients of a step: AdamW's first moment after one from zero."""
     before = session.state()
@@ -223,16 +181,17 @@ def learned_by_program(session: Any, ids: np.ndarray, labels: np.ndarray) -> Fou
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("kernels", ["stock", "auto"])
 def test_functions_of_blocks_meet_the_golden_gradients(
-    name: str, kernels: str, eager_program: None, tmp_path: Path
+    name: str, kernels: str, tmp_path: Path
 ) -> None:
     """A session walks the blocks as it does in the runtime; `auto` is in this project's ops."""
     case = BY_NAME[name]
     values = block_settings(case) | {"export.kernels": kernels}
     config = RunConfig.load(None, {**values, "model.source": folder_of(case, tmp_path)})
-    session: Any = open_artifact(artifacts.export(config, tmp_path / "program").path)
-    assert session.fused == (kernels == "auto" and not case.family.endswith("moe"))
-    give_adapter(session, case)
-    compare(name, learned_by_program(session, *padded_batch(case)))
+    with computing_in_pytorch():
+        session: Any = open_artifact(artifacts.export(config, tmp_path / "program").path)
+        assert session.fused == (kernels == "auto" and not case.family.endswith("moe"))
+        give_adapter(session, case)
+        compare(name, learned_by_program(session, *padded_batch(case)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -49,6 +49,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "deviation = (centred * centred).sum(dim=0, keepdim=False).div(q - 1).sqrt()",
     ): "one number, [1] or []: the division broadcasts both",
     (
+        "ondevice/methods/prge/step.py",
+        "return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
+        "return torch.baddbmm(y_RTO.reshape(groups, not 1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
+    ): "read on a GPU only",
+    (
         "ondevice/methods/mezo/torch.py",
         'CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}',
         'CHUNK = {"cpu": 1 << 20, "cuda": 1 // 26}',

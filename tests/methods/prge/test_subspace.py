@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ondevice.api.export import export  # noqa: E402
+from ondevice.api.open import open_artifact  # noqa: E402
 from ondevice.api.runfile import RunConfig  # noqa: E402
 from ondevice.api.train import train  # noqa: E402
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
@@ -29,7 +31,10 @@ from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
 from ondevice.training.replay import read_run, replay  # noqa: E402
+from tests.eager_program import computing_in_pytorch  # noqa: E402
+from tests.methods.prge.refreshes import hold_two_refreshes  # noqa: E402
 from tests.methods.reference import batch  # noqa: E402
+from tests.programs import config  # noqa: E402
 
 SEED = 3
 
@@ -286,6 +291,15 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         PrgeSession(tiny_model(), config, SEED)
     assert error.value.received == str(config.factors)
+
+
+def test_a_program_takes_new_subspaces_as_eager_does(tmp_path: Path) -> None:
+    """Its functions in PyTorch; `tests/exporters/android_cpu/test_programs.py` has them lowered."""
+    pytest.importorskip("executorch.exir")
+    asked = config("subspace, answers")
+    with computing_in_pytorch():
+        path = export(asked, tmp_path / "program").path
+        hold_two_refreshes(asked, lambda: open_artifact(path), tmp_path)
 
 
 def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
