@@ -49,6 +49,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "deviation = (centred * centred).sum(dim=0, keepdim=False).div(q - 1).sqrt()",
     ): "one number, [1] or []: the division broadcasts both",
     (
+        "ondevice/methods/prge/subspace_program.py",
+        'if self.config.optimizer == "adam":',
+        'if self.config.optimizer is "adam":',
+    ): "settings hold the one object that Python has of a short literal",
+    (
         "ondevice/methods/prge/step.py",
         "return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
         "return torch.baddbmm(y_RTO.reshape(groups, not 1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
