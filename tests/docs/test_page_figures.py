@@ -130,6 +130,11 @@ def allowed(quantize: str, kind: str) -> Callable[[Path], float]:
     return lambda root: cpu.TOLERANCE[quantize][kind]
 
 
+def off_grid(form: str, model: str) -> Callable[[Path], float]:
+    name, model = "models/low_bits/amd-epyc-2-cores", f"SmolLM2-135M, {model}"
+    return lambda root: of(root, name, "gradient_cosine", form=form, model=model)
+
+
 MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/methods/full.md", "1e-5"): default("full"),
     ("docs/methods/lora.md", "3e-4"): default("lora"),
@@ -155,8 +160,12 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/howto/export.md", "0.997"): cosine("8-bit weights"),
     ("docs/howto/export.md", "0.9997"): cosine("4-bit weights"),
     ("docs/howto/export.md", "0.980"): cosine("products of integers"),
-    ("docs/howto/export.md", "0.98"): cosine("products of integers", "gradient_cosine"),
-    ("docs/howto/export.md", "0.85"): cosine("products of integers", "min_gradient_cosine"),
+    ("docs/howto/export.md", "0.981"): off_grid("int8", "dithered"),
+    ("docs/howto/export.md", "0.998"): off_grid("int8", "tuned"),
+    ("docs/howto/export.md", "0.692"): off_grid("q4, nearest levels", "dithered"),
+    ("docs/howto/export.md", "0.790"): off_grid("q4, levels chosen on rows", "dithered"),
+    ("docs/howto/export.md", "0.977"): off_grid("q4, levels chosen on rows", "tuned"),
+    ("docs/howto/export.md", "0.892"): off_grid("q4, nearest levels", "tuned"),
     ("docs/howto/export.md", "0.9"): lambda root: cpu.LEAST["8da8w"]["gradient_cosine"],
     ("docs/howto/export.md", "0.95"): lambda root: cpu.LEAST["8da4w"]["gradient_cosine"],
     ("docs/howto/export.md", "0.5"): lambda root: cpu.LEAST_COSINE_FLOAT32,
