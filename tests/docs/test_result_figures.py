@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,7 +22,15 @@ from typing import Any
 import pytest
 
 from tests.docs.documents import prose
-from tests.docs.test_page_figures import FIGURE, PAPER, RESULT
+from tests.docs.test_figures import rows_of
+from tests.docs.test_page_figures import (
+    FIGURE,
+    PAPER,
+    RESULT,
+    ahead_of_default,
+    ahead_of_paper,
+    start,
+)
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("result_figures.txt")
@@ -87,6 +95,37 @@ def rounds_one(figure: str, values: set[float]) -> bool:
     )
 
 
+def blocks(root: Path, of: str, than: str, key: str, name: str = "mesp/blocks") -> float:
+    """How many times one program's number is another's."""
+    rows = {row["program"]: row for row in rows_of(root, f"{name}/amd-epyc-2-cores")}
+    parts = [rows[program][key] for program in (of, than)]
+    one, other = (median(part) if isinstance(part, list) else part for part in parts)
+    return one / other
+
+
+def kernels(root: Path, form: str) -> float:
+    """How many times the stock kernels' CPU seconds this project's take."""
+    stock = f"blocks, {form}, stock kernels"
+    return blocks(root, f"blocks, {form}", stock, "step_cpu_s", "mesp/blocks_kernels")
+
+
+COMPUTED: dict[tuple[str, str], Callable[[Path], float]] = {
+    ("docs/results/limits.md", "1.6"): ahead_of_default,
+    ("docs/results/limits.md", "7.6"): ahead_of_paper,
+    ("docs/results/mesp.md", "0.28"): lambda root: blocks(
+        root, "blocks, float32", "joint graph", "step_s"
+    ),
+    ("docs/results/mesp.md", "0.015"): lambda root: blocks(
+        root, "blocks, float32", "joint graph", "planned_bytes"
+    ),
+    ("docs/results/mesp.md", "0.25"): lambda root: kernels(root, "products of integers"),
+    ("docs/results/mesp.md", "0.77"): lambda root: kernels(root, "float32"),
+    ("docs/results/mesp.md", "0.545"): lambda root: start(root, "mesp", "accuracy_before"),
+    ("docs/results/mesp.md", "0.756"): lambda root: start(root, "mesp", "mean_accuracy"),
+}
+"""Figures that come from several numbers, or from another page's result."""
+
+
 def recorded() -> dict[str, list[str]]:
     """The figures of each page; a star behind those that no result file has."""
     found: dict[str, list[str]] = {}
@@ -130,6 +169,13 @@ def test_a_figure_of_a_result_stays_one(page: str, root: Path) -> None:
     values = measured(root, page)
     held = {one for one in recorded().get(page, []) if not one.endswith("*")}
     assert sorted(one for one in held if not rounds_one(one, values)) == []
+
+
+@pytest.mark.parametrize(("page", "figure"), COMPUTED)
+def test_a_computed_figure_is_what_it_is_computed_to(page: str, figure: str, root: Path) -> None:
+    digits = len(figure.partition(".")[2])
+    assert f"{COMPUTED[page, figure](root):.{digits}f}" == figure
+    assert figure in figures(root, page)
 
 
 def test_a_wrong_figure_is_found(tmp_path: Path) -> None:

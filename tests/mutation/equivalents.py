@@ -95,6 +95,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a remainder is never below 0",
     (
         "ondevice/methods/mesp/torch/block.py",
+        "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], -1))",
+        "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], 1))",
+    ): "the last of two dimensions is dimension 1",
+    (
+        "ondevice/methods/mesp/torch/block.py",
         "@dataclass(frozen=True)",
         "@dataclass(frozen=False)",
     ): "nothing writes to it",

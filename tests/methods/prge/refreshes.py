@@ -58,6 +58,7 @@ def hold_two_refreshes(settings: RunConfig, opened: Callable[[], Any], tmp_path:
                 for folder in (ours, theirs)
             ]
             assert abs(np.dot(*leading)) > 0.999 * np.dot(leading[0], leading[0])
+            assert eager.subspace is not None
             eager.subspace.read(step, ours)
         batch = batch_at(step)
         result = session.step(batch.ids, batch.labels, step, 0.02)
