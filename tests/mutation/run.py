@@ -45,10 +45,17 @@ GRADIENTS = tuple(  # without the longest, whose models and settings are drawn
         "a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s",
     )
 )
+PASSES = (
+    "tests/methods/mesp/torch/test_fused_passes.py::test_fused_passes_give_the_exact_gradients",
+    "tests/methods/mesp/torch/test_families.py::test_gradients_match_autograd_through_transformers",
+)
+"""As on a GPU, with all low-rank products of an input as one; and keys that blocks share."""
 GOLDEN = "tests/golden/test_gradients.py::test_"
 GOLDEN_TORCH = (f"{GOLDEN}torch_meets_the_golden_gradients",)
 GOLDEN_MLX = (f"{GOLDEN}mlx_meets_the_golden_gradients",)
 GOLDEN_BLOCKS = (f"{GOLDEN}block_programs_meet_the_golden_gradients",)
+GOLDEN_FUNCTIONS = (f"{GOLDEN}functions_of_blocks_meet_the_golden_gradients",)
+CHECKED_FUNCTIONS = ("tests/exporters/android_cpu/test_functions_of_blocks.py",)
 HEAD_AND_UPDATE = (
     "tests/methods/mesp/test_head_tiles.py",
     "tests/methods/mesp/test_block_update.py",
@@ -86,6 +93,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/objectives/grpo.py": ("tests/objectives/test_grpo.py",),
     "ondevice/objectives/kto.py": OBJECTIVES,
     "ondevice/methods/prge/step.py": (
+        "tests/methods/test_token_zero.py::test_the_token_of_id_0_is_counted_and_its_loss_is_added",
         "tests/methods/prge/test_torch.py",
         "tests/methods/prge/test_subspace.py",
     ),
@@ -93,7 +101,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/methods/prge/subspace_program.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
     **{
-        f"ondevice/methods/mesp/torch/{name}.py": GRADIENTS + GOLDEN_TORCH
+        f"ondevice/methods/mesp/torch/{name}.py": GOLDEN_TORCH
+        + PASSES
+        + GRADIENTS
+        + GOLDEN_FUNCTIONS
         for name in ("attention", "block", "convolution", "mlp")
     },
     **{
@@ -101,8 +112,13 @@ MODULES: dict[str, tuple[str, ...]] = {
         for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
     },
     "ondevice/methods/mesp/torch/kernels.py": GRADIENTS + GOLDEN_TORCH,
-    "ondevice/methods/mesp/blocks.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
-    "ondevice/methods/mesp/block_functions.py": HEAD_AND_UPDATE + GOLDEN_BLOCKS,
+    "ondevice/methods/mesp/blocks.py": HEAD_AND_UPDATE + CHECKED_FUNCTIONS + GOLDEN_FUNCTIONS,
+    "ondevice/methods/mesp/block_functions.py": (
+        *HEAD_AND_UPDATE,
+        *CHECKED_FUNCTIONS,
+        *GOLDEN_FUNCTIONS,
+        "tests/exporters/android_cpu/test_chosen_levels.py::test_another_model_s_matrices_are_refused",
+    ),
     "ondevice/methods/mesp/mlx/stages.py": (
         *GOLDEN_MLX,
         "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
@@ -120,6 +136,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/lsp/test_matrix.py",
     ),
     "ondevice/methods/lsp/matrix.py": ("tests/methods/lsp/test_matrix.py",),
+    "ondevice/offload/muon.py": ("tests/offload/test_muon.py",),
     "ondevice/offload/gradients.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
 }

@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ondevice.api.export import export  # noqa: E402
+from ondevice.api.open import open_artifact  # noqa: E402
 from ondevice.api.runfile import RunConfig  # noqa: E402
 from ondevice.api.train import train  # noqa: E402
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
@@ -29,7 +31,10 @@ from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
 from ondevice.training.replay import read_run, replay  # noqa: E402
+from tests.eager_program import computing_in_pytorch  # noqa: E402
+from tests.methods.prge.refreshes import hold_two_refreshes  # noqa: E402
 from tests.methods.reference import batch  # noqa: E402
+from tests.programs import config  # noqa: E402
 
 SEED = 3
 
@@ -286,6 +291,41 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         PrgeSession(tiny_model(), config, SEED)
     assert error.value.received == str(config.factors)
+
+
+def test_a_program_moves_every_matrix_by_its_own_numbers(tmp_path: Path) -> None:
+    """With ranges of R that share bits with their beginnings."""
+    square: dict[str, Any] = {"rank": 16, "target_modules": ("q_proj", "o_proj")}
+    session = PrgeSession(tiny_model(), settings(**square), SEED)
+    path = session.before_step(0, batch_at, tmp_path)
+    assert path is not None
+    config = settings(**square, subspace="auto", factors=path, refresh_every=None)
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,)), SEED)
+    assert isinstance(program, SubspaceProgram)
+    spans = program.spans
+    assert any(of_r.offset & of_r.count for of_r, _ in spans.pairs)
+    begun = spans.begun(read_factors(path, spans.small.entries))
+    first = [torch.from_numpy(begun[name]) for name in ("adapter", "subspace")]
+    numbers, scalars = torch.tensor([0.5, -0.3]), (torch.tensor([SEED]), torch.tensor([2]))
+    moved, _ = program.update(first, numbers, *scalars, torch.tensor([0.1]))
+    z = generator.normal(SEED, 2, 0, 2, 0, spans.small.size)
+    change = -0.1 * (0.5 * z[0] - 0.3 * z[1]) / 2
+    for of_r, entry in spans.pairs:
+        own = torch.from_numpy(change[of_r.offset :][: of_r.count])
+        expected = own[:, None] * spans.c(first[1], entry)
+        torch.testing.assert_close(
+            spans.b(moved, entry)[: entry.rank], expected, rtol=1e-4, atol=1e-6
+        )
+        assert expected.abs().max() > 1e-3
+
+
+def test_a_program_takes_new_subspaces_as_eager_does(tmp_path: Path) -> None:
+    """Its functions in PyTorch; `tests/exporters/android_cpu/test_programs.py` has them lowered."""
+    pytest.importorskip("executorch.exir")
+    asked = config("subspace, answers")
+    with computing_in_pytorch():
+        path = export(asked, tmp_path / "program").path
+        hold_two_refreshes(asked, lambda: open_artifact(path), tmp_path)
 
 
 def test_an_export_begins_in_the_subspace_of_its_rows() -> None:

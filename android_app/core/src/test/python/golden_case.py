@@ -1,4 +1,4 @@
-"""A block program of a golden case, and what its step has to come to: gradients in float64 that nothing of ondevice
+"""Block programs of golden cases, and what a step of each has to come to: gradients in float64 that nothing of ondevice
 computed (`tests/golden/gradients.py`)."""
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parents[5]
 sys.path.insert(0, str(ROOT))
-CASE = "llama, many labels"
-"""It has more labels than go through the head together."""
+NAMES = ("llama, many labels", "gemma3_text")
+"""The first has more labels than go through the head together, the second two kinds of blocks."""
 
 
 def write(out: Path, make_artifact: Callable[..., None]) -> None:
-    """Write `golden/program`, and next to it the batch, the adapter and the gradient as flat vectors.
+    """Write every case into a folder of its name under `golden`."""
+    for name in NAMES:
+        write_case(out / "golden" / name, name, make_artifact)
+
+
+def write_case(folder: Path, name: str, make_artifact: Callable[..., None]) -> None:
+    """Write `program`, and next to it the batch, the adapter and the gradient as flat vectors.
 
     `case.json` has, for each A and B, its range of the vector and the largest norm of an error.
     """
     from ondevice.core.registry import method_config
+    from ondevice.methods.mesp.check import IN_BLOCKS
     from ondevice.methods.mesp.lora import FlatLayout, lora_parameters
     from ondevice.models import read_dims
     from ondevice.models.registry import family_classes
@@ -33,9 +40,8 @@ def write(out: Path, make_artifact: Callable[..., None]) -> None:
     from tests.golden.test_gradients import BY_NAME, folder_of, golden, settings
     from tests.methods.rounding import ALLOWED
 
-    case = BY_NAME[CASE]
-    folder = out / "golden"
-    folder.mkdir(exist_ok=True)
+    case = BY_NAME[name]
+    folder.mkdir(parents=True, exist_ok=True)
     model = folder / f"model {hashlib.sha256(repr(case).encode()).hexdigest()[:8]}"
     if not model.is_dir():
         with tempfile.TemporaryDirectory() as scratch:
@@ -46,15 +52,16 @@ def write(out: Path, make_artifact: Callable[..., None]) -> None:
 
     dims = read_dims(str(model))
     config = method_config("mesp", settings(case))
-    layout = FlatLayout.build(lora_parameters(dims, family_classes()[dims.family], config), dims.layers)
+    family = family_classes()[dims.family]
+    layout = FlatLayout.build(lora_parameters(dims, family, config, IN_BLOCKS, "a block program"), dims.layers)
     about, gradients = golden(case.name)
-    norms = {name: float(np.linalg.norm(value)) for name, value in gradients.items()}
+    norms = {key: float(np.linalg.norm(value)) for key, value in gradients.items()}
     least = FLOOR * max(norms.values())
     tensors = []
     for entry in layout.entries:
-        for name, start in ((entry.parameters.a_name, entry.a), (entry.parameters.b_name, entry.b)):
-            limit = ALLOWED * about["modelled_errors"][name] * max(norms[name], least)
-            tensors.append({"name": name, "start": start, "size": gradients[name].size, "limit": limit})
+        for key, start in ((entry.parameters.a_name, entry.a), (entry.parameters.b_name, entry.b)):
+            limit = ALLOWED * about["modelled_errors"][key] * max(norms[key], least)
+            tensors.append({"name": key, "start": start, "size": gradients[key].size, "limit": limit})
     ids, labels = case.batch()
     described = {
         "rows": case.rows, "tokens": case.tokens, "ids": ids.ravel().tolist(), "labels": labels.ravel().tolist(),

@@ -8,14 +8,17 @@ import kotlin.math.sqrt
 
 /** A step of a real block program has the golden gradients, which a script in float64 wrote without this project's code. */
 class GoldenTest {
-    private val folder = File(Fixtures.folder, "golden")
-    private val case = Fixtures.json("golden/case.json") as Map<*, *>
-    private val vectors = Safetensors.read(File(folder, "case.safetensors")).tensors
-
-    private fun longs(name: String): LongArray = (case[name] as List<*>).map { it as Long }.toLongArray()
+    @Test
+    fun aStepWithManyLabelsHasTheGoldenGradients() = hold("llama, many labels")
 
     @Test
-    fun aStepHasTheGoldenGradients() = PipeProgram(File(folder, "program"), Fixtures.python, Fixtures.root).use { program ->
+    fun aStepOfTwoKindsOfBlocksHasTheGoldenGradients() = hold("gemma3_text")
+
+    private fun hold(name: String) = PipeProgram(File(Fixtures.folder, "golden/$name/program"), Fixtures.python, Fixtures.root).use { program ->
+        val folder = File(Fixtures.folder, "golden/$name")
+        val case = Fixtures.json("golden/$name/case.json") as Map<*, *>
+        val vectors = Safetensors.read(File(folder, "case.safetensors")).tensors
+        val longs = { part: String -> (case[part] as List<*>).map { it as Long }.toLongArray() }
         val session = Session(Artifact.open(File(folder, "program")), program)
         session.load(session.state() + ("adapter" to vectors.getValue("adapter")))
         val batch = Batch((case["rows"] as Long).toInt(), (case["tokens"] as Long).toInt(), longs("ids"), longs("labels"))

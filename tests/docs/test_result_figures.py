@@ -1,0 +1,192 @@
+"""Every figure in the sentences of results' pages and of `develop` is the one that was read against
+its source.
+
+    python -m tests.docs.test_result_figures        records the figures as the pages have them
+
+`result_figures.txt` has each page's figures in their order. One without a star rounds a number of
+the result files that the page's tables come from, and has to go on doing so. One with a star is
+computed from several, a setting, a paper's, or measured by the command next to it: whoever changes
+it looks at that first. `test_page_figures` has the other pages, with a source for each figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+from tests.docs.documents import prose
+from tests.docs.test_figures import rows_of
+from tests.docs.test_page_figures import (
+    FIGURE,
+    PAPER,
+    RESULT,
+    ahead_of_default,
+    ahead_of_paper,
+    start,
+)
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("result_figures.txt")
+PAGES = (
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/results").glob("*.md"))),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "develop").glob("*.md"))),
+    *("runtime_ops/README.md", "android_app/README.md"),
+)
+CELL = re.compile(r"(?<![\w.,\-/])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.,]*\d|-[a-z])")
+"""In a table that is written by hand every number is a figure."""
+NAMED_RESULT = re.compile(r"<!-- results: ([\w/]+)")
+SCALES = (1, 100, 1e3, 1e-3, 1e-6, 1e-9, 2**-10, 2**-20, 2**-30)
+"""From a file's unit to that of a sentence: %, ms, kB, MB, GB, KiB, MiB, GiB."""
+
+
+def figures(root: Path, page: str) -> list[str]:
+    """The figures of a page's sentences and hand-written tables, in their order."""
+    text = RESULT.sub("", (root / page).read_text(encoding="utf-8"))
+    text = re.sub(r"\]\([^)]*\)", "]", PAPER.sub("", prose(text)))
+    found = []
+    for line in text.splitlines():
+        found += (CELL if line.lstrip().startswith("|") else FIGURE).findall(line)
+    return found
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers of a result; of a list of them also median and mean."""
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from numbers(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from numbers(part)
+        plain = [part for part in value if isinstance(part, (int, float))]
+        if plain:
+            yield from (median(plain), fmean(plain))
+    elif isinstance(value, str):
+        yield from (float(part.replace(",", "")) for part in CELL.findall(value))
+    elif isinstance(value, (int, float)):
+        yield float(value)
+
+
+def measured(root: Path, page: str) -> set[float]:
+    """The numbers of all result files of a page's tables."""
+    names = set(NAMED_RESULT.findall((root / page).read_text(encoding="utf-8")))
+    found = set[float]()
+    for name in names:
+        for path in (root / "benchmarks/results" / name).glob("*.json"):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found |= set(numbers([result["rows"], result.get("notes", [])]))
+    return found
+
+
+def rounds_one(figure: str, values: set[float]) -> bool:
+    """Return True if the figure is one of the values, in some unit, to its own digits."""
+    plain = figure.replace(",", "")
+    digits = len(plain.partition("e")[0].partition(".")[2])
+    kind = "e" if "e" in plain else "f"
+    wanted = float(plain)
+    return any(
+        float(f"{value * scale:.{digits}{kind}}") == wanted for value in values for scale in SCALES
+    )
+
+
+def blocks(root: Path, of: str, than: str, key: str, name: str = "mesp/blocks") -> float:
+    """How many times one program's number is another's."""
+    rows = {row["program"]: row for row in rows_of(root, f"{name}/amd-epyc-2-cores")}
+    parts = [rows[program][key] for program in (of, than)]
+    one, other = (median(part) if isinstance(part, list) else part for part in parts)
+    return one / other
+
+
+def kernels(root: Path, form: str) -> float:
+    """How many times the stock kernels' CPU seconds this project's take."""
+    stock = f"blocks, {form}, stock kernels"
+    return blocks(root, f"blocks, {form}", stock, "step_cpu_s", "mesp/blocks_kernels")
+
+
+COMPUTED: dict[tuple[str, str], Callable[[Path], float]] = {
+    ("docs/results/limits.md", "1.6"): ahead_of_default,
+    ("docs/results/limits.md", "7.6"): ahead_of_paper,
+    ("docs/results/mesp.md", "0.28"): lambda root: blocks(
+        root, "blocks, float32", "joint graph", "step_s"
+    ),
+    ("docs/results/mesp.md", "0.015"): lambda root: blocks(
+        root, "blocks, float32", "joint graph", "planned_bytes"
+    ),
+    ("docs/results/mesp.md", "0.25"): lambda root: kernels(root, "products of integers"),
+    ("docs/results/mesp.md", "0.77"): lambda root: kernels(root, "float32"),
+    ("docs/results/mesp.md", "0.545"): lambda root: start(root, "mesp", "accuracy_before"),
+    ("docs/results/mesp.md", "0.756"): lambda root: start(root, "mesp", "mean_accuracy"),
+}
+"""Figures that come from several numbers, or from another page's result."""
+
+
+def recorded() -> dict[str, list[str]]:
+    """The figures of each page; a star behind those that no result file has."""
+    found: dict[str, list[str]] = {}
+    page = ""
+    for line in RECORD.read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            found[page] += line.split()
+        else:
+            page = line
+            found[page] = []
+    return found
+
+
+def record(root: Path) -> None:
+    """Write the figures as they are."""
+    lines = []
+    for page in PAGES:
+        values = measured(root, page)
+        listed = [one if rounds_one(one, values) else f"{one}*" for one in figures(root, page)]
+        lines.append(page)
+        if listed:
+            lines += textwrap.wrap(
+                " ".join(listed), 100, initial_indent="  ", subsequent_indent="  "
+            )
+    RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_figures_of_a_page_are_those_that_were_read_against_their_sources(
+    page: str, root: Path
+) -> None:
+    known = [figure.rstrip("*") for figure in recorded().get(page, [])]
+    assert figures(root, page) == known, (
+        f"{page}: hold what changed against its result, then python -m {__name__} records it"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_figure_of_a_result_stays_one(page: str, root: Path) -> None:
+    """A result that was measured again takes its sentences with it."""
+    values = measured(root, page)
+    held = {one for one in recorded().get(page, []) if not one.endswith("*")}
+    assert sorted(one for one in held if not rounds_one(one, values)) == []
+
+
+@pytest.mark.parametrize(("page", "figure"), COMPUTED)
+def test_a_computed_figure_is_what_it_is_computed_to(page: str, figure: str, root: Path) -> None:
+    digits = len(figure.partition(".")[2])
+    assert f"{COMPUTED[page, figure](root):.{digits}f}" == figure
+    assert figure in figures(root, page)
+
+
+def test_a_wrong_figure_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs/page.md"
+    page.write_text("It took 0.28 of it, to 2.5e-6.\n\n| rows | 12 | 1,200 | 0.5 s |\n")
+    assert figures(tmp_path, "docs/page.md") == ["0.28", "2.5e-6", "12", "1,200", "0.5"]
+    assert rounds_one("0.28", {0.2849}) and not rounds_one("0.28", {0.2851})
+    assert rounds_one("28", {0.2849}) and rounds_one("1.5", {1.5 * 2**30})
+    assert rounds_one("2.5e-6", {2.46e-6}) and not rounds_one("2.5e-6", {2.46e-5})
+
+
+if __name__ == "__main__":
+    record(ROOT)
