@@ -229,17 +229,13 @@ class Predictor:
         texts = {row.line: label_texts(row) for row in rows.items}
         return Asked(dataset, items, texts, reasons, len(numbered))
 
-    def prompt(self, text: str) -> tuple[int, ...]:
-        """Return the prompt of a row that is only one text, as tokens.
+    def asked_text(self, text: str) -> Asked:
+        """Encode a row that is only one text.
 
         Raises:
-            DataError: the row cannot be encoded, or the task asks for several texts.
+            DataError: the task asks for several texts.
         """
-        asked = self.asked([self.record(text)])
-        item = asked.items.get(1)
-        if item is None:
-            raise DataError(f"the text cannot be a prompt: {asked.reasons.get(1)}")
-        return item.example.ids[: item.prompt_tokens]
+        return self.asked([self.record(text)])
 
     def record(self, text: str) -> Record:
         """Return a text, or a row that is written as JSON, as a record."""
@@ -250,9 +246,9 @@ class Predictor:
                 pass
         return Record(1, self.task.record_of(text))
 
-    def one(self, text: str) -> PredictedRow:
-        """Predict a row that is only one text; errors are those of `prompt`."""
-        (row,) = self.predict(self.asked([self.record(text)]))
+    def one(self, asked: Asked) -> PredictedRow:
+        """Predict the row of `asked_text`; DataError if it cannot be predicted."""
+        (row,) = self.predict(asked)
         if row.reason is not None:
             raise DataError(f"the text cannot be predicted: {row.reason}")
         return row
@@ -344,6 +340,14 @@ class Asked:
     texts: Mapping[int, tuple[str, ...]]
     reasons: Mapping[int, str]
     count: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens of the first row's prompt; DataError if it cannot be encoded."""
+        item = self.items.get(1)
+        if item is None:
+            raise DataError(f"the text cannot be a prompt: {self.reasons.get(1)}")
+        return item.example.ids[: item.prompt_tokens]
 
     def refusal(self, number: int) -> PredictedRow:
         """Say why a row cannot be predicted."""

@@ -118,7 +118,7 @@ class TrainedChat:
         self.picked = None
         if self.task is not None and self.task.has_candidates:
             assert self._predictor is not None  # noqa: S101  a task has one
-            self.picked = self._predictor.one(text)
+            self.picked = self._predictor.one(self._predictor.asked_text(text))
             yield f"{self.picked.prediction} ({self.picked.probability:.4f})"
             return
         generator = self.generator
@@ -127,7 +127,7 @@ class TrainedChat:
         if self.has_template:
             prompt = messages
         elif self._predictor is not None:
-            prompt = self._predictor.prompt(text)
+            prompt = self._predictor.asked_text(text).prompt
             if self.task is not None:
                 sampling["stop"] = [*sampling.get("stop", ()), *self.task.stops]
         yield from generator.stream(prompt, **sampling)
