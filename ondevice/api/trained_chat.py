@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.chat import open_chat, use_adapter
-from ondevice.api.predict import PredictedRow, Predictor, open_predictor
+from ondevice.api.predict import Predictor, open_predictor
+from ondevice.api.predictions import PredictedRow
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.exporters.executorch.packed import has_answers
 from ondevice.generation.torch_model import TorchModel
