@@ -7,6 +7,7 @@ The compiled libraries are cached under `$ONDEVICE_CACHE`, else `$XDG_CACHE_HOME
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ondevice.core.errors import MissingPackageError, StorageError
@@ -175,24 +178,45 @@ def _build(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # In the target's own folder: a rename from another disk would be a copy, and not atomic.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as folder:
-            objects = []
-            for source in sources:
-                objects.append(str(Path(folder) / f"{source}.o"))
-                contraction = CONTRACTION.get(source, "-ffp-contract=fast")
-                _run(
-                    [compiler, *flags, contraction, "-c", str(SOURCES / source), "-o", objects[-1]]
-                )
-            built = Path(folder) / target.name
-            _run([compiler, "-shared", "-pthread", *objects, *link, "-o", str(built)])
-            os.replace(built, target)  # atomic: another process sees a whole library or none
+        with _one_at_a_time(target.with_name(f".{target.name}.lock")):
+            if not target.exists():
+                _compile(compiler, flags, sources, link, target)
     except OSError as error:
         raise StorageError(
             f"cannot write the compiled ops to {target.parent}: {error.strerror or error}",
             hint="free some space there, or set ONDEVICE_CACHE to a folder that can be written",
         ) from None
     return target
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process compile, and the others wait for its library: the ranks of a run all ask for
+    it when they start."""
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: two may compile the same library
+            pass
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # who has waited for it finds the library
+
+
+def _compile(
+    compiler: str, flags: list[str], sources: list[str], link: list[str], target: Path
+) -> None:
+    # In the target's own folder: a rename from another disk would be a copy, and not atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as folder:
+        objects = []
+        for source in sources:
+            objects.append(str(Path(folder) / f"{source}.o"))
+            contraction = CONTRACTION.get(source, "-ffp-contract=fast")
+            _run([compiler, *flags, contraction, "-c", str(SOURCES / source), "-o", objects[-1]])
+        built = Path(folder) / target.name
+        _run([compiler, "-shared", "-pthread", *objects, *link, "-o", str(built)])
+        os.replace(built, target)  # atomic: another process sees a whole library or none
 
 
 def _run(command: list[str]) -> None:

@@ -47,20 +47,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOWEST = (
-    "conformance/test_table.py", "models/test_any_decoder.py", "android/test_apk.py",
-    "exporters/android_npu/test_target.py",
-    "exporters/android_cpu/test_programs.py", "methods/slideformer/test_ranks.py", "server/test_page.py",
-    "server/test_generate.py", "offload/test_graphs.py", "methods/mesp/mlx/test_session.py", "docs/test_examples.py",
-    "exporters/apple_mlx/test_target.py", "methods/lsp/test_happens_before.py", "docs/test_documents.py",
-    "benchmarks/mesp/test_memory.py", "server/test_robust.py", "methods/revffn/test_smollm2.py",
-    "methods/mesp/torch/test_memory.py", "exporters/executorch/test_shortcuts.py", "methods/revffn/test_export.py",
-    "benchmarks/lsp/test_quality.py", "server/test_cli_queue.py", "benchmarks/revffn/test_memory.py",
-    "exporters/android_npu/test_blocks.py", "cli/test_interrupt.py", "server/test_api.py", "test_new_user.py",
-    "fleet/test_mixed.py", "offload/test_whole.py", "exits/test_readers.py", "planning/test_limit.py",
-    "fleet/test_liars.py", "server/test_connections.py", "runtime_ops/test_cmake.py", "test_executed_files.py",
+    "conformance/test_table.py", "docs/test_documents.py", "api/test_offload.py", "runtime_ops/test_cmake.py",
+    "exporters/android_cpu/test_programs.py", "benchmarks/mesp/test_memory.py", "methods/slideformer/test_ranks.py",
+    "server/test_page.py", "server/test_generate.py", "exporters/android_npu/test_target.py",
+    "runtime_ops/test_native_host.py", "test_new_user.py", "server/test_robust.py",
+    "methods/mesp/torch/test_gradients.py", "nn/test_fused.py", "exporters/android_npu/test_blocks.py",
+    "cli/test_use_what_was_trained.py", "methods/lsp/test_engine.py", "golden/test_gradients.py",
+    "exporters/apple_mlx/test_target.py", "methods/slideformer/test_happens_before.py",
+    "exporters/test_preferences.py", "training/test_rewards.py", "models/test_any_decoder.py",
+    "training/test_preferences.py", "planning/test_limit.py", "server/test_engine.py", "server/test_helper_memory.py",
+    "untrusted/test_mutations.py", "docs/test_examples.py", "offload/test_graphs.py", "test_packaging.py",
+    "test_executed_files.py", "server/test_api.py", "android/test_apk.py", "exits/test_readers.py",
+    "methods/revffn/test_smollm2.py", "methods/lsp/test_happens_before.py", "server/test_connections.py",
+    "exporters/executorch/test_shortcuts.py", "server/test_contract.py", "cli/test_interrupt.py",
+    "offload/test_whole.py", "fleet/test_mixed.py", "fleet/test_liars.py", "server/test_cli_queue.py",
 )  # fmt: skip
-"""Files that take longest, in order: they begin first, so that no worker is left with one when the
-others are done."""
+"""Files that take longest, about in order: they begin first, so that no worker is left with one
+when the others are done. `training` and `untrusted` would else come last, with half a minute each."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

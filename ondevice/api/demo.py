@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.api.opened import open_source
-from ondevice.api.predict import Predictions, Predictor, collect, read_input
+from ondevice.api.predict import Predictor, collect, read_input
+from ondevice.api.predictions import Predictions
 from ondevice.api.runfile import RunConfig
 from ondevice.api.train import train
 from ondevice.artifact.adapter import load_adapter

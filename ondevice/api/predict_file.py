@@ -11,14 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.api.predict import (
-    PredictedRow,
-    Predictions,
-    Predictor,
-    collect,
-    open_predictor,
-    read_input,
-)
+from ondevice.api.predict import Predictor, collect, open_predictor, read_input
+from ondevice.api.predictions import PredictedRow, Predictions
 from ondevice.artifact.files import atomic_file, atomic_write, storage_errors
 from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError, StorageError

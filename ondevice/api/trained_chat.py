@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.chat import open_chat, use_adapter
-from ondevice.api.predict import PredictedRow, Predictor, open_predictor
+from ondevice.api.predict import Predictor, open_predictor
+from ondevice.api.predictions import PredictedRow
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.exporters.executorch.packed import has_answers
 from ondevice.generation.torch_model import TorchModel
@@ -118,7 +119,7 @@ class TrainedChat:
         self.picked = None
         if self.task is not None and self.task.has_candidates:
             assert self._predictor is not None  # noqa: S101  a task has one
-            self.picked = self._predictor.one(text)
+            self.picked = self._predictor.one(self._predictor.asked_text(text))
             yield f"{self.picked.prediction} ({self.picked.probability:.4f})"
             return
         generator = self.generator
@@ -127,7 +128,7 @@ class TrainedChat:
         if self.has_template:
             prompt = messages
         elif self._predictor is not None:
-            prompt = self._predictor.prompt(text)
+            prompt = self._predictor.asked_text(text).prompt
             if self.task is not None:
                 sampling["stop"] = [*sampling.get("stop", ()), *self.task.stops]
         yield from generator.stream(prompt, **sampling)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.near import nearest_value
@@ -30,6 +30,7 @@ class Request:
         out: its final path, for errors and texts; `Form.write` gets the path to write to.
         task: what the adapter was trained to do; None if its folder has no record.
         text: the base is a checkpoint's language model, if it has one.
+        known: what `Form.check` has found out of this request for `Form.write`, by name.
     """
 
     adapter: Adapter
@@ -40,6 +41,7 @@ class Request:
     out: Path
     task: TrainedTask | None = None
     text: bool = False
+    known: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

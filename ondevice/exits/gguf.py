@@ -191,15 +191,18 @@ def check_model(model: str, revision: str | None) -> None:
 
 
 def check_texts(request: Request) -> Reading:
-    """Choose how llama.cpp is to read texts, and prove it with our model of its rules.
+    """Choose how llama.cpp is to read texts, once, and prove it with our model of its rules.
 
     Raises:
         VerificationError: it would read other tokens than were trained.
     """
-    model = str(request.model)
-    tokenizer = load_tokenizer(model, request.revision)
-    rows = text_dims(model, request.revision)[0].vocab
-    return reading_of(tokenizer, request.task, rows, request.out.stem, model)
+    if "reading" not in request.known:
+        model = str(request.model)
+        tokenizer = load_tokenizer(model, request.revision)
+        rows = text_dims(model, request.revision)[0].vocab
+        reading = reading_of(tokenizer, request.task, rows, request.out.stem, model)
+        request.known["reading"] = reading
+    return request.known["reading"]
 
 
 def check_file(path: Path, reading: Reading, tokenizer: Any, request: Request) -> tuple[str, ...]:

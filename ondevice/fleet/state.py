@@ -210,17 +210,3 @@ class State:
                 received=f"state {received}",
                 hint="the log is damaged, or another charter's; take the whole log again",
             )
-
-
-def to_units(flat: np.ndarray) -> np.ndarray:
-    """Return float32 [size] as whole numbers of 2^-32, int64, halves to even.
-
-    Raises:
-        FleetError: a value is not finite, or 2^30 or more.
-    """
-    wide = np.asarray(flat, dtype=np.float64)
-    if not np.isfinite(wide).all() or (np.abs(wide) >= 2.0**30).any():
-        raise FleetError(
-            "the adapter has values that a fleet cannot hold", expected="finite numbers below 2^30"
-        )
-    return np.rint(wide * 2.0**-UNIT).astype(np.int64)

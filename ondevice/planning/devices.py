@@ -334,11 +334,6 @@ def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry
     return table
 
 
-def device_names(device_file: Path | str | None = None) -> list[str]:
-    """List every name that `find_device` takes."""
-    return [*THIS, *device_table(device_file)]
-
-
 def find_device(name: str = "this", device_file: Path | str | None = None) -> Device:
     """Return the device called `name`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from ondevice.api.export import run_config
 from ondevice.api.runfile import RunConfig
-from ondevice.artifact.manifest import ANSWERS, ANSWERS_FILE, read_manifest
+from ondevice.artifact.manifest import ANSWERS, ANSWERS_FILE, MANIFEST_NAME, read_manifest
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.manifest import Manifest
@@ -235,6 +236,15 @@ def artifact_folder(store: Store, name: str) -> Path:
 
 def is_program(folder: Path) -> bool:
     """Return True for an artifact that answers in a runtime of its own, and not in PyTorch."""
+    try:
+        written_ns = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError:
+        written_ns = 0  # `read_manifest` says what is missing
+    return _is_program(folder, written_ns)
+
+
+@functools.lru_cache(64)  # every request for a text asks, in the daemon and in its helper
+def _is_program(folder: Path, written_ns: int) -> bool:
     return target(read_manifest(folder, check_files=False).target).runtime != "torch"
 
 

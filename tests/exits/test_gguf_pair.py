@@ -15,8 +15,9 @@ from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
 from ondevice.artifact.pairs import BASE_KEY
 from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session
-from ondevice.exits import convert
+from ondevice.exits import convert, gguf
 from ondevice.exits.gguf import read_tensors
+from ondevice.exits.gguf_text import reading_of
 from ondevice.models import load_model, save_tiny
 from ondevice.models.rounded import round_weights, rounded_names, rounded_weights
 from ondevice.nn.adapters import adapted, apply_adapter
@@ -43,6 +44,16 @@ ARRAYS = np.array([IDS, IDS[::-1]]), np.array([IDS, IDS[::-1]])
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A llama whose weights lie on no grid."""
     return make_case(tmp_path_factory.mktemp("pair"), "llama")
+
+
+@pytest.mark.parametrize("form", ["gguf", "gguf-pair"])
+def test_texts_are_checked_once(form: str, case: Case, tmp_path: Path, monkeypatch) -> None:
+    checks = []
+    monkeypatch.setattr(
+        gguf, "reading_of", lambda *asked: checks.append(asked) or reading_of(*asked)
+    )
+    convert(case.adapter, form, tmp_path / "model.gguf", model=str(case.model))
+    assert len(checks) == 1
 
 
 @pytest.mark.sampled(every=3)

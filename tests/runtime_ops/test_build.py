@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -42,6 +43,13 @@ def test_compiles_once_and_leaves_nothing_else(compiler, tmp_path):
     assert ctypes.CDLL(str(path)).seven() == 7
     assert build.build_library() == path and len(compiler()) == len(calls)
     assert os.listdir(tmp_path / "cache") == [path.name]
+
+
+def test_processes_that_ask_at_once_compile_once(compiler):
+    with ThreadPoolExecutor(3) as pool:
+        paths = {path.result() for path in [pool.submit(build.build_library) for _ in range(3)]}
+    assert len(paths) == 1 and len(compiler()) == 4  # three sources, and the library
+    assert os.listdir(build.cache_root()) == [paths.pop().name]
 
 
 def test_the_key_follows_flags_sources_and_processor(compiler, monkeypatch):

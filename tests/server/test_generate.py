@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from ondevice.core.errors import BusyError
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.core.errors import ArtifactError, BusyError
 from ondevice.planning.devices import find_device
+from ondevice.server import jobs
 from ondevice.server.engine import model
 from tests.server.asked import Asked
 from tests.server.running import refused, settings, wait_for
@@ -87,6 +90,23 @@ def test_it_is_the_packed_layers_that_answer(artifact, forgotten) -> None:
     assert isinstance(loaded.family.linear(0, "q_proj"), PackedLinear)
     engine.text(model="tiny:llama", **QUESTION)
     assert not isinstance(model._loaded["loaded"].family.linear(0, "q_proj"), PackedLinear)
+
+
+def test_an_artifact_is_asked_once_whether_it_is_a_program(artifact, tmp_path, monkeypatch) -> None:
+    reads = []
+    monkeypatch.setattr(
+        jobs,
+        "read_manifest",
+        lambda *place, **how: reads.append(place) or read_manifest(*place, **how),
+    )
+    folder = tmp_path / "board"
+    folder.mkdir()
+    shutil.copy(artifact / MANIFEST_NAME, folder)
+    assert not jobs.is_program(folder) and not jobs.is_program(folder) and len(reads) == 1
+    os.utime(folder / MANIFEST_NAME, (1, 1))  # another version in its place
+    assert not jobs.is_program(folder) and len(reads) == 2
+    with pytest.raises(ArtifactError):
+        jobs.is_program(tmp_path)
 
 
 def test_weights_in_bfloat16_stay_so(tmp_path, forgotten) -> None:

@@ -87,6 +87,18 @@ def test_a_chat_with_an_adapter_that_picks_labels_has_the_label_of_predict(serve
     assert "/v1/predict" in str(caught.value)
 
 
+def test_a_message_that_gets_a_label_is_encoded_once(served, tmp_path: Path, monkeypatch) -> None:
+    folder = served.client.download_adapter(served.job["id"], tmp_path / "adapter")
+    encode, encoded = Predictor.asked, []
+    monkeypatch.setattr(
+        Predictor, "asked", lambda self, rows: encoded.append(rows) or encode(self, rows)
+    )
+    turns = [{"role": "user", "content": "a1"}]
+    parts = Asked().parts(model="tiny:llama", adapter=str(folder), prompt=turns)
+    assert parts[0]["prompt_tokens"] > 1 and parts[1]["text"] in ("yes", "no")
+    assert len(encoded) == 1
+
+
 def test_rows_that_cannot_be_predicted_say_why_and_the_others_are(served) -> None:
     answer = served.client.predict(served.job["id"], [{"text": "a1"}, {"text": 3}, {"other": "a"}])
     assert [row["prediction"] is None for row in answer["data"]] == [False, True, True]
@@ -160,7 +172,7 @@ def test_a_chat_with_an_adapter_of_rows_asks_as_the_rows_did(served, tmp_path: P
     task = TrainedTask(format="completion", columns={"prompt": "text"})
     (folder / TASK_NAME).write_text(to_text(task))
     loaded = load_model("tiny:llama")
-    expected = Predictor.of(loaded, task).prompt("a1")
+    expected = Predictor.of(loaded, task).asked_text("a1").prompt
     turns = [{"role": "user", "content": "a1"}]
     framed = loaded.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
     asked = {"model": "tiny:llama", "adapter": str(folder), "max_new_tokens": 3, "prompt": turns}

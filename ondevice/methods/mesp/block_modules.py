@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ondevice.methods.mesp.block_functions import EMBEDDING, BlockFunctions
 from ondevice.methods.mesp.integer import IntegerKernels
 from ondevice.methods.mesp.torch.block import Block, SharedKeys
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.methods.mesp.torch.weights import halves
 from ondevice.nn.cross_entropy import times

@@ -26,7 +26,7 @@ from ondevice.methods.mesp.experts import expert_modules, routing_gradients, rou
 from ondevice.methods.mesp.frozen import arrays
 from ondevice.methods.mesp.lora import FlatEntry
 from ondevice.methods.mesp.memory import HEAD_ROWS
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.nn.cross_entropy import cap_slope, exp_sums, label_logits, logits_gradient
 from ondevice.runtime_ops.build import has_compiler
 

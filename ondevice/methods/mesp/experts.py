@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ondevice.core.manifest import EXPERT, port
 from ondevice.core.program import ProgramModule
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 
 if TYPE_CHECKING:
     from ondevice.core.manifest import TensorPort

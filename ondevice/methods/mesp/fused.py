@@ -21,7 +21,8 @@ from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, OneBlock
 from ondevice.methods.mesp.cached import BlockCached, cache_ports
 from ondevice.methods.mesp.frozen import Int8Matrix, Q4Matrix
-from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
+from ondevice.methods.mesp.torch.kernels import Dense
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.runtime_ops import torch_ops
 

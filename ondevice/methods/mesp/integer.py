@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.methods.mesp.frozen import frozen_port
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.runtime_ops.quantized import quantize_q8_rows
 
 if TYPE_CHECKING:

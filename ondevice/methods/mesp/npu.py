@@ -35,7 +35,8 @@ from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
 from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
+from ondevice.methods.mesp.torch.kernels import Dense
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.methods.mesp.torch.weights import halves
 

@@ -53,14 +53,14 @@ class Opened:
     predictor: Predictor | None
     """Frames the last message of a chat; None if the training had conversations."""
 
-    def row_of(self, prompt: Any) -> str | None:
-        """Return the last message as the text of a row, if the training had rows and no
-        conversations; None for any other prompt."""
+    def row_of(self, prompt: Any) -> tuple[Predictor, str] | None:
+        """Return what frames the last message as the text of a row, and that text, if the training
+        had rows and no conversations; None for any other prompt."""
         if self.predictor is None or not isinstance(prompt, list):
             return None
         if not prompt or not isinstance(prompt[-1], dict):
             return None
-        return str(prompt[-1]["content"])
+        return self.predictor, str(prompt[-1]["content"])
 
 
 class Work:
@@ -123,17 +123,17 @@ class Work:
         job = arguments.pop("job")
         longest = len(str(arguments["prompt"])) + (arguments.get("max_new_tokens") or 0)
         opened = self._open(longest, job, **place)
-        text = opened.row_of(arguments["prompt"])
-        if text is not None and opened.predictor is not None:
-            task = opened.predictor.task
+        row = opened.row_of(arguments["prompt"])
+        if row is not None:
+            predictor, text = row
+            task = predictor.task
             if task.has_candidates:
-                predictor = opened.predictor
                 if opened.loaded is None:  # a program that generates scores no labels
                     program = hold_program(str(place["artifact"]), job)
                     predictor = program.predictor(task, place["adapter"])
                 self._pick(number, predictor, text, arguments.get("top"))
                 return
-            arguments["prompt"] = list(opened.predictor.prompt(text))
+            arguments["prompt"] = list(predictor.asked_text(text).prompt)
             arguments["stop"] = [*arguments.get("stop", ()), *task.stops]
         completion = Completion(opened.framing, opened.vocab, **arguments)
         self.channel.send({"id": number, "part": completion.first()})
@@ -148,8 +148,9 @@ class Work:
                 expected="no logprobs for a model that picks labels",
                 hint="POST /v1/predict has the probability of each label",
             )
-        label = str(predictor.one(text).prediction)
-        self.channel.send({"id": number, "part": {"prompt_tokens": len(predictor.prompt(text))}})
+        asked = predictor.asked_text(text)
+        label = str(predictor.one(asked).prediction)
+        self.channel.send({"id": number, "part": {"prompt_tokens": len(asked.prompt)}})
         self.channel.send({"id": number, "part": {"text": label, "tokens": []}})
         tokens = len(predictor.tokenizer(label, add_special_tokens=False)["input_ids"])
         self._end(number, {"finish": "stop", "completion_tokens": tokens})

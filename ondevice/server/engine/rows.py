@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ondevice.api.predict import ROWS_AT_ONCE, Asked, PredictedRow, Predictor, collect
+from ondevice.api.predict import ROWS_AT_ONCE, Asked, Predictor, collect
+from ondevice.api.predictions import PredictedRow
 from ondevice.data.examples import Item
 from ondevice.data.readers.source import Record
 from ondevice.generation.batch import Batch, Row, Step

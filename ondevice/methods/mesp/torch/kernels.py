@@ -1,6 +1,6 @@
 """The operations that the stages are made of: products, norm, rotary embedding, SwiGLU and causal
-attention, forward and backward, for eager PyTorch and for a graph that is exported;
-`triton_kernels` has those for a GPU.
+attention, forward and backward, for eager PyTorch; `graph_kernels` has those of a graph that is
+exported, and `triton_kernels` those for a GPU.
 
 Attention has no score matrix of the whole sequence, and three algorithms. `flash` and `cudnn`:
 FlashAttention's and cuDNN's own pairs of kernels, on CUDA in half precision, whichever PyTorch
@@ -27,7 +27,6 @@ from ondevice.nn.cross_entropy import (
     joined,
     label_logits,
     logits_gradient,
-    times,
     wide,
 )
 from ondevice.nn.low_rank import LowRank
@@ -466,65 +465,6 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
         return attend_backward(g, q, k, v, kept, how)
-
-
-class GraphKernels(TorchKernels):
-    """Operations of a graph for a phone: nothing is written into a slice, and only operators that a
-    stock ExecuTorch runtime has are used.
-
-    Every product is written so that frozen weights are read in place: x W^T is one linear, g W one
-    product, and of a transposed weight there is never a copy. In-place operations of inherited
-    methods become ordinary operators when the graph is lowered.
-
-    Args:
-        mask: of attention, [tokens, tokens], added to the scores.
-    """
-
-    name = "graph"
-    in_place = False
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-
-    def add(self, into: Tensor | None, y: Tensor) -> Tensor:
-        return y if into is None else into + y
-
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
-    ) -> Tensor:
-        return self.add(into, functional.linear(x, weight, bias))
-
-    def add_product(self, into: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        if into is None:
-            return torch.mm(a, b)
-        return into + torch.mm(a, times(b, scale))
-
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
-        return _rotated(q, position), _rotated(k, position)
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return gate * torch.sigmoid(gate) * up
-
-    def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        s = torch.sigmoid(gate)
-        silu = gate * s
-        return g * up * (s + silu * (1.0 - s)), g * silu
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Any]:
-        return attend_in_chunks(q, k, v, self.mask, how), None
-
-    def attend_backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any, how: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return attend_in_chunks_backward(g, q, k, v, self.mask, how)
-
-
-def _rotated(x: Tensor, position: Position) -> Tensor:
-    cos, sin = position
-    width = 2 * cos.shape[-1]
-    first, second = (x if width == x.shape[-1] else x[..., :width]).chunk(2, -1)
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(parts if width == x.shape[-1] else (*parts, x[..., width:]), -1)
 
 
 def with_part(x: Tensor, part: LowRank | None) -> Tensor:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ondevice.methods.mesp.torch.block import Block, Linear
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.graphed import graphs_for
-from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Model, in_order
 from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import Blocks, Stages

@@ -16,7 +16,7 @@ from ondevice.exporters.executorch.experts import Experts
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.experts import ExpertBackward, ExpertForward, expert_rows
 from ondevice.methods.mesp.torch.block import Block
-from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.models import tiny_model
 

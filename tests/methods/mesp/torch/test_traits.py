@@ -13,7 +13,8 @@ from ondevice.core.dims import BlockTraits, ModelDims
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import kernels
 from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.kernels import Dense, GraphKernels, TorchKernels
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
+from ondevice.methods.mesp.torch.kernels import Dense, TorchKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.methods.mesp.torch.weights import plain_norms
 from ondevice.nn import delta_rule
