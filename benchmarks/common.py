@@ -38,7 +38,17 @@ PACKAGES = (
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
 
-PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s", "--scratch", "--plot")
+PLACES = (
+    "--out",
+    "--programs",
+    "--note",
+    "--data",
+    "--log",
+    "--budget-s",
+    "--scratch",
+    "--plot",
+    "--runs",
+)
 """Arguments with a value that changes no measurement."""
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -236,7 +236,7 @@ def compare(work: Work, names: list[str]) -> list[dict[str, Any]]:
     """Train, and return a row for each way out."""
     work.make()
     expected, margins, seconds_s = kept(work, "eval", by_eval)
-    right = work.record.answers(list(read_records(work.held_out).records))
+    right = work.record.answers(list(read_records(work.held_out).records)).accepted
     gold = [right[number] for number in range(1, len(expected) + 1)]
 
     def line(name: str, labels: Labels, seconds_s: float) -> dict[str, Any]:

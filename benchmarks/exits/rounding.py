@@ -129,7 +129,7 @@ class Work(Trained):
             calls: list[Any] = [record.fields for record in records]
             wanted = [{call["completion"].strip()} for call in calls]
         else:
-            answers = self.record.answers(records)
+            answers = self.record.answers(records).accepted
             wanted = [answers[number] for number in range(1, len(records) + 1)]
         pairs = zip(found, wanted, strict=True)
         return statistics.fmean(answer.strip() in right for answer, right in pairs)

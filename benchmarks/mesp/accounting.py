@@ -18,6 +18,7 @@ from benchmarks.common import ROOT, finish, parse_args
 from ondevice.core.registry import method_config
 from ondevice.planning.estimate import plan
 
+NEEDS = ()
 SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12),

@@ -192,6 +192,7 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
         if done.result.interrupted or done.result.evaluation is None:
             raise KeyboardInterrupt
         lines = [json.loads(line) for line in log.read_text().splitlines()]
+        peak = max((line.get("peak_device_bytes") or 0 for line in lines), default=0) or None
         last_figures = done.result.evaluation.figures()
         if last_figures.get("accuracy") is None:  # a run's evaluations write no answers
             found = evaluate(
@@ -201,7 +202,6 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
             lines = [lines[-1]]
         metric, last = score(last_figures)
         values = [score(line)[1] for line in lines if line["event"] == "evaluate"] or [last]
-        peak = lines[-1].get("peak_device_bytes")
     figures = {
         "task": cell.task, "method": cell.method, "seed": cell.seed, "steps": cell.steps, "metric": metric,
         "best": max(values), "last": last, "seconds": time.perf_counter() - started, "peak_device_bytes": peak,

@@ -239,7 +239,7 @@ def is_program(folder: Path) -> bool:
     try:
         written_ns = (folder / MANIFEST_NAME).stat().st_mtime_ns
     except OSError:
-        written_ns = 0  # `read_manifest` says what is missing
+        written_ns = 0  # `read_manifest` names the missing file
     return _is_program(folder, written_ns)
 
 
