@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks.exits import by_heart, labels, rounding
 from ondevice.cli.app import app
+from ondevice.data.tasks.prompts import Answers
 from ondevice.exits.ollama import template_of
 from ondevice.models import save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
@@ -80,8 +81,8 @@ def test_a_label_that_differs_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class _Answers:
-    def answers(self, records: list[object]) -> dict[int, set[str]]:
-        return {number: {"a"} for number in range(1, len(records) + 1)}
+    def answers(self, records: list[object]) -> Answers:
+        return Answers({number: {"a"} for number in range(1, len(records) + 1)}, {})
 
 
 @pytest.mark.parametrize("text", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
