@@ -5,9 +5,9 @@ validation rows: `default` is prge as it comes; `prge q=1` and `prge q=4` are th
 at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Algorithm 2), with the
 paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
 as it is; `mesp`, which computes a block's forward pass again, and `lora` train rank 8 on all linear
-layers. With --plot accuracies are drawn over peak memory. A cell's run and figures stay in its folder
-under --runs: a second call goes on where the first one ended, and --dry-run prints the remaining runs
-and their cost. All cells of a seed are run before those of the next one.
+layers. With --plot accuracies are drawn over the memory that `ondevice plan` says. A cell's run and
+figures stay in its folder under --runs: a second call goes on where the first one ended, and --dry-run
+prints the remaining runs and their cost. All cells of a seed are run before those of the next one.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ COLUMNS = [
     {"key": "values", "title": "Last, by seed", "digits": 3},
     {"key": "row_forwards", "title": "Row forwards, all steps", "digits": 0},
     {"key": "seconds", "title": "Seconds a run", "digits": 1},
+    {"key": "planned_bytes", "title": "Planned memory (MB)", "digits": 0, "scale": 1e-6},
     {"key": "peak_device_bytes", "title": "Peak on the GPU (MB)", "digits": 0, "scale": 1e-6},
 ]
 
@@ -165,14 +166,14 @@ def read_figures(cell: Cell) -> dict[str, Any] | None:
 
 def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     """Run one cell, or go on with it, and write its figures."""
-    from ondevice import RunConfig, evaluate, train
+    from ondevice import RunConfig, evaluate, plan, train
     from ondevice.training.events import FILE_NAME
 
     train_rows, valid_rows = (
         args.data / cell.task / f"{part}.jsonl" for part in ("train", "valid")
     )
     started, log = time.perf_counter(), cell.folder / "run" / FILE_NAME
-    peak = None
+    peak = planned = None
     if not cell.steps:
         found = evaluate(
             args.model, valid_rows, task=cell.task, most_rows=args.eval_rows, dtype=args.dtype, device=args.device,
@@ -188,7 +189,9 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
             "train.eval_every": args.eval_every, "train.eval_rows": args.eval_rows,
             "train.checkpoint_every": args.eval_every, "train.out": str(log.parent), **METHODS[cell.method],
         }  # fmt: skip
-        done = train(RunConfig.load(None, settings), resume=log.is_file(), force=True)
+        config = RunConfig.load(None, settings)
+        planned = plan(config).total_bytes
+        done = train(config, resume=log.is_file(), force=True)
         if done.result.interrupted or done.result.evaluation is None:
             raise KeyboardInterrupt
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -205,6 +208,7 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     figures = {
         "task": cell.task, "method": cell.method, "seed": cell.seed, "steps": cell.steps, "metric": metric,
         "best": max(values), "last": last, "seconds": time.perf_counter() - started, "peak_device_bytes": peak,
+        "planned_bytes": planned,
     }  # fmt: skip
     cell.folder.mkdir(parents=True, exist_ok=True)
     beside = cell.figures.with_name("figures.json.part")
@@ -235,6 +239,7 @@ def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "deviation": statistics.stdev(last) if len(last) > 1 else None, "values": last,
             "row_forwards": ROW_FORWARDS.get(method, 0) * steps,
             "seconds": statistics.mean(run["seconds"] for run in runs),
+            "planned_bytes": max((run.get("planned_bytes") or 0 for run in runs), default=0) or None,
             "peak_device_bytes": max((run.get("peak_device_bytes") or 0 for run in runs), default=0) or None,
         })  # fmt: skip
     return rows
@@ -296,7 +301,7 @@ def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> l
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Draw each method's mean and deviation over its peak memory, a panel for each task."""
+    """Draw each method's mean and deviation over its planned memory, a panel for each task."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -308,15 +313,24 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     )
     for axes, task in zip(panels[0], tasks, strict=True):
         for row in (row for row in rows if row["task"] == task):
-            if row["peak_device_bytes"] is None:
+            if row["planned_bytes"] is None:
                 axes.axhline(row["last"], color="#999999", linewidth=1, linestyle=":")
+                axes.annotate("zero-shot", (1.0, row["last"]), xycoords=("axes fraction", "data"),
+                              ha="right", va="bottom", fontsize=7, color="#777777")  # fmt: skip
                 continue
-            place = row["peak_device_bytes"] / 1e6, row["last"]
-            axes.errorbar(*place, yerr=row["deviation"], fmt="o", capsize=2, label=row["method"])
+            x = row["planned_bytes"] / 1e6
+            axes.errorbar(x, row["last"], yerr=row["deviation"], fmt="o", capsize=2)
+            axes.annotate(
+                row["method"],
+                (x, row["last"]),
+                xytext=(5, 5),
+                textcoords="offset points",
+                fontsize=7,
+            )
         axes.set_title(f"{task} ({row['metric']})", loc="left", fontsize=10)
-        axes.set_xlabel("peak on the GPU (MB)")
+        axes.set_xlabel("planned memory (MB)")
+        axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][-1].legend(frameon=False, fontsize=7)
     figure.tight_layout()
     figure.savefig(out)
 
