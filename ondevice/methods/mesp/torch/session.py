@@ -58,7 +58,7 @@ class MespSession(PackingSession):
         self.loaded = model
         self.config = config
         self.model: Model | CheckpointedModel
-        with memory_errors("the model", HINT):
+        with memory_errors("the model", self._hint()):
             if not isinstance(model, ModelFiles) and model.dims.whole:
                 self._open_unknown(model, seed, device)
             else:
@@ -162,7 +162,7 @@ class MespSession(PackingSession):
             ids, labels = self.model.padded(ids, labels)
         rows = self.config.micro_batch_size or len(ids)
         clips = self.config.max_grad_norm is not None
-        with memory_errors(_told("a step", rows, ids), HINT), self.model.beside():
+        with memory_errors(_told("a step", rows, ids), self._hint()), self.model.beside():
             ids_BT, labels_BT = self._tensors(ids, labels)
             self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids))
             self.partially_updated = True
@@ -241,6 +241,11 @@ class MespSession(PackingSession):
     def close(self) -> None:
         """End the reading of files."""
         self.weights.close()
+
+    def _hint(self) -> str:
+        """Return what frees memory in a step; first of all what was kept because there was room."""
+        keeps = self.config.recompute not in ("all", "auto")
+        return "method.recompute: all, " * keeps + HINT
 
     def _tensors(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
         largest = int(ids.max(initial=0, where=ids < FIRST_ID))

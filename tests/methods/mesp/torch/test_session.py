@@ -264,10 +264,12 @@ def test_files_that_lack_a_tensor_are_refused(tmp_path) -> None:
     assert refused.value.expected == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
+@pytest.mark.parametrize(("recompute", "said"), [("all", False), ("none", True), ((1, 0, 0), True)])
+def test_memory_that_runs_out_loses_nothing(recompute, said, monkeypatch) -> None:
+    """Another process took it, or it is in pieces; what a step keeps is the first that can go."""
     from ondevice.core.errors import DoesNotFitError
 
-    opened = session(tiny_model(), micro_batch_size=1)
+    opened = session(tiny_model(), micro_batch_size=1, recompute=recompute)
     train(opened, 1)
     state = opened.state()
 
@@ -281,8 +283,9 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
         with pytest.raises(DoesNotFitError) as error:
             train(opened, 2, first=1)
     assert "mlp_chunk_tokens" in str(error.value) and "checkpoint" in str(error.value)
+    assert ("method.recompute: all" in str(error.value)) == said
     opened.load_state(state)
-    other = session(tiny_model(), micro_batch_size=1)
+    other = session(tiny_model(), micro_batch_size=1, recompute="all")
     train(other, 1)
     assert train(opened, 2, first=1) == train(other, 2, first=1)
 
