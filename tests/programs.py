@@ -61,6 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "two layers of qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
     "two layers of smollm3": {"family": "smollm3", "layers": 2, **TWO_HEADS},
+    "two layers of phi3": {"family": "phi3", "layers": 2, **TWO_HEADS},
+    "wide gemma3_text": {
+        "family": "gemma3_text",
+        "layers": 2,
+        **TWO_HEADS,
+        "head_dim": 64,
+        "sliding_window": 16,
+    },
     "wide qwen3": {"family": "qwen3", "layers": 2, **TWO_HEADS, "head_dim": 64},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
@@ -308,6 +316,8 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "npu qwen3": ("wide qwen3", {"export.batch_size": 2}),
+    "npu gemma3_text": ("wide gemma3_text", {"export.batch_size": 2}),
+    "npu phi3": ("two layers of phi3", {"export.batch_size": 2}),
     "npu smollm3": ("two layers of smollm3", {"export.batch_size": 2}),
     "npu subspace": ("wide", {"method.factors": "@subspace", "method.answers": [70, 9]}),
     "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
@@ -329,6 +339,9 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             **ONE_ROW,
         },
     ),
+    "npu blocks of phi3": ("two layers of phi3", {"method.optimizer": "sgd", **ONE_ROW}),
+    "npu blocks of qwen3": ("wide qwen3", {"method.optimizer": "sgd", **ONE_ROW}),
+    "npu blocks of smollm3": ("two layers of smollm3", {"method.optimizer": "sgd", **ONE_ROW}),
 }
 """The same for MeSP, functions of one block."""
 ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS

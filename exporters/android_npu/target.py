@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 SMALLEST_WIDTH = 64
 """Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing
 (seen at 32)."""
-TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "update": 1e-5}}
+TOLERANCE = {"none": {"loss": 1e-2, "update": 1.0}, "w8": {"loss": 5e-2, "update": 1.0}}
 """Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit
-weights; of the update, absolute, given the program's own projected gradients: float32 on the CPU.
-"""
+weights; of the update, as a part of what float32 on the CPU rounds, given the program's own
+projected gradients."""
 LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
 """Agreement that eight directions must reach: one of them may be so close to zero that its sign is
 chance."""
@@ -107,7 +107,7 @@ class AndroidNpu(ExecutorchTarget):
         with qnn.quiet():
             from ondevice.exporters.android_npu.compile import compile_blocks
             from ondevice.exporters.executorch import lower as lowering
-            from ondevice.exporters.executorch.rewrite import FusedRMSNorm, rewritten
+            from ondevice.exporters.executorch.rewrite import FusedRMSNorm, SigmoidGelu, rewritten
 
         (soc,) = job.export.soc
         assert built.blocks is not None and built.finish is not None  # noqa: S101 - a program of this kind has them
@@ -117,7 +117,7 @@ class AndroidNpu(ExecutorchTarget):
             soc,
         )
         (module, inputs), started = built.blocks, time.perf_counter()
-        with rewritten(built.loaded.model, FusedRMSNorm):
+        with rewritten(built.loaded.model, FusedRMSNorm, GELUTanh=SigmoidGelu):
             int8 = job.export.quantize == "w8"
             compiled = compile_blocks(module, inputs, soc, method="train_step", int8=int8)
         seconds = time.perf_counter() - started

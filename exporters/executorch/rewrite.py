@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ondevice.nn.half_gelu import gelu_angle
+
 ATTENTION = "ondevice_grouped"
 
 
@@ -46,6 +48,16 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class SigmoidGelu(nn.Module):
+    """Tanh-GELU without the operator that QNN takes for another one, in place of `activation`."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(gelu_angle(x))
 
 
 def _weight(norm: Any) -> nn.Parameter:
@@ -91,23 +103,28 @@ def grouped_attention(
 
 
 @contextmanager
-def rewritten(model: nn.Module, norm: type[nn.Module] = ProductRMSNorm) -> Iterator[None]:
-    """Give `model`, within the block, norms and attention in the forms above."""
+def rewritten(
+    model: nn.Module, norm: type[nn.Module] = ProductRMSNorm, **others: type[nn.Module]
+) -> Iterator[None]:
+    """Give `model`, within the block, norms and attention in the forms above, and to modules of the
+    classes that `others` names the form there."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
     config: Any = model.config
     before = config._attn_implementation
-    norms = [
-        (parent, name, child)
+    forms = others | {"RMSNorm": norm}
+    replaced = [
+        (parent, name, child, form)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child).__name__.endswith("RMSNorm")
+        for kind, form in forms.items()
+        if type(child).__name__.endswith(kind)
     ]
-    for parent, name, child in norms:
-        setattr(parent, name, norm(child))
+    for parent, name, child, form in replaced:
+        setattr(parent, name, form(child))
     config._attn_implementation = ATTENTION
     try:
         yield
     finally:
         config._attn_implementation = before
-        for parent, name, child in norms:
+        for parent, name, child, _ in replaced:
             setattr(parent, name, child)

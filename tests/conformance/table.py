@@ -405,7 +405,7 @@ PROGRAMS = (
             loss_error=2e-3,
             gradient_error=1e-1,
         )
-        for family in ("qwen3", "smollm3")
+        for family in ("gemma3_text", "phi3", "qwen3", "smollm3")
     ),
     Row(
         "prge",
@@ -423,6 +423,17 @@ PROGRAMS = (
         program="npu blocks, sgd",
         loss_error=2e-3,
         adapter_error=1e-4,
+    ),
+    *(
+        Row(
+            "mesp",
+            "android-npu",
+            "exact gradients: float16 blocks, the rest float32; in QNN's simulator",
+            program=f"npu blocks of {family}",
+            loss_error=2e-3,
+            adapter_error=1e-4,
+        )
+        for family in ("phi3", "qwen3", "smollm3")
     ),
 )
 MLX = (

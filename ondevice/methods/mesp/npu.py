@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ondevice.core.manifest import port
 from ondevice.core.program import (
@@ -34,8 +33,8 @@ from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
+from ondevice.methods.mesp.npu_kernels import NpuKernels
 from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.kernels import Dense
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.methods.mesp.torch.weights import halves
@@ -65,57 +64,23 @@ MASKED = -1e4
 LAYERS = "model.layers."
 """Weights that are in the compiled parts."""
 PREFILL = "block_prefill"
-SMALLEST = 6.2e-5
-"""Smallest mean of a norm's input that is divided by: float16's smallest normal number."""
-
-
-class NpuKernels(GraphKernels):
-    """Operations in forms that QNN takes and whose every number fits float16.
-
-    Args:
-        ones: [D], a constant: the fused norm wants a weight, and one that is multiplied elsewhere,
-            too, is given another shape by a pass of ExecuTorch's, which the fused norm does not
-            bear.
-    """
-
-    name = "npu"
-
-    def __init__(self, mask: Tensor, ones: Tensor) -> None:
-        super().__init__(mask)
-        self.ones = ones
-
-    def normalised(self, x: Tensor, eps: float) -> Tensor:
-        """x / rms(x)."""
-        return functional.rms_norm(x, (x.shape[-1],), self.ones, eps)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.normalised(x, eps) * weight
-
-    def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor
-    ) -> Tensor:
-        """g + r (gw - n mean(gw n)), with n the normalised x and r = 1 / rms(x).
-
-        Inputs reach 23,700 in SmolLM2, whose square float16 cannot hold; so r is mean|n| / mean|x|.
-        """
-        n = self.normalised(x, eps)
-        gw = gn * weight
-        r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(
-            min=SMALLEST
-        )
-        return g + (gw - n * (gw * n).mean(dim=-1, keepdim=True)) * r
+IN_NPU = ("norms", "rotary", "fused", "rotary_width")
+"""Traits of a block with which functions in QNN's simulator were held against float32."""
 
 
 class _Body(nn.Module):
     """The compiled part of one layer's function: hidden states and A, B of every adapter go in, in
-    the order of `BlockFunctions.entries`."""
+    the order of `BlockFunctions.entries`.
+
+    All layers have one graph, that of layer `like`, which rotates q and k if any does: one that does
+    not turns them by an angle of 0.
+    """
 
     cos: Tensor
     sin: Tensor
     mask: Tensor
     ones: Tensor
-    norm_0: Tensor
-    norm_1: Tensor
+    head_ones: Tensor
 
     def __init__(
         self, functions: BlockFunctions, layer: int, rows: int, length_tokens: int
@@ -124,14 +89,22 @@ class _Body(nn.Module):
         self.functions = functions
         self.rows = rows
         family = functions.loaded.family
-        cos, sin = halves(family.positions(length_tokens, "cpu", torch.float32))
+        dims = functions.dims
+        traits = dims.traits
+        self.like = next((i for i in range(dims.layers) if traits.rotated(i)), 0)
+        tables = family.positions(length_tokens, "cpu", torch.float32)
+        cos, sin = halves(family.layer_position(layer, tables))
+        if not traits.rotated(layer):
+            cos = torch.ones_like(cos)
+            sin = torch.zeros_like(sin)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
         self.register_buffer("mask", torch.full((length_tokens, length_tokens), MASKED).triu(1))
-        self.register_buffer("ones", torch.ones(functions.dims.hidden))
-        module: Any = family.layer(layer)
-        self.register_buffer("norm_0", module.input_layernorm.weight.detach())
-        self.register_buffer("norm_1", module.post_attention_layernorm.weight.detach())
+        self.register_buffer("ones", torch.ones(dims.hidden))
+        self.register_buffer("head_ones", torch.ones(dims.head_dim))
+        for place, module in traits.norms_of(layer):
+            norm: Any = family.layer(layer).get_submodule(module)
+            self.register_buffer(f"norm_{place}", norm.weight.detach())
         for target in family.linear_targets:
             linear: Any = family.linear(layer, target)
             self.register_buffer(f"{target}_weight", linear.weight.detach())
@@ -152,7 +125,7 @@ class _Body(nn.Module):
         return tuple(tensors)
 
     def stages(self) -> Stages:
-        return Stages(self.functions.dims, NpuKernels(self.mask, self.ones))
+        return Stages(self.functions.dims, NpuKernels(self.mask, self.ones, self.head_ones))
 
     @property
     def position(self) -> tuple[Tensor, Tensor]:
@@ -173,7 +146,17 @@ class _Body(nn.Module):
             weight = getattr(self, f"{target}_weight")
             bias = getattr(self, f"{target}_bias")
             linears[target] = Linear(Dense(weight), bias, a, b, functions.config.scale)
-        return Block({"before_attention": self.norm_0, "before_mlp": self.norm_1}, linears)
+        norms = functions.dims.traits.norms_of(self.like)
+        return Block(
+            {place: getattr(self, f"norm_{place}") for place, _ in norms}, linears, self.like
+        )
+
+    def change(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
+        """Return what the block adds to `x`, [N, D], with attention's output `o` [N, H h]."""
+        s = self.stages()
+        attended = s.linear(block, "o_proj", o)
+        gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
+        return attended + s.linear(block, "down_proj", s.act(gate, up))
 
 
 class ForwardBody(_Body):
@@ -187,9 +170,7 @@ class ForwardBody(_Body):
         s = self.stages()
         q, k, v = s.project(block, s.norm(block, x), self.rows)
         q, k = s.rope(block, q, k, self.position)
-        attended = s.linear(block, "o_proj", s.attend(block, q, k, v)[0])
-        gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
-        return attended + s.linear(block, "down_proj", s.act(gate, up))
+        return self.change(block, x, s.attend(block, q, k, v)[0])
 
 
 class BackwardBody(_Body):
@@ -310,13 +291,11 @@ class PrefillBody(_Body):
         q, k = s.rope(block, q, k, (cos, sin))
         new = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
         o = attend_cached(dims, q, (keys, values), new, unread, self.causal, contiguous=False)
-        attended = s.linear(block, "o_proj", o)
-        gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
-        return attended + s.linear(block, "down_proj", s.act(gate, up)), *new
+        return self.change(block, x, o), *new
 
     def stages(self) -> Stages:
         """Return them with kernels whose mask is not used: attention here has its own."""
-        return Stages(self.functions.dims, NpuKernels(self.causal, self.ones))
+        return Stages(self.functions.dims, NpuKernels(self.causal, self.ones, self.head_ones))
 
 
 class NpuPrefill(_Finished):
@@ -381,7 +360,7 @@ def prefill_part(
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    problems = program.problems(config, export, dims, (), "a program of mesp for the NPU")
+    problems = program.problems(config, export, dims, IN_NPU, "a program of mesp for the NPU")
     if export.quantize != "none":
         problems.append(
             f"export.quantize is {export.quantize}: mesp on the NPU has float16 weights, none"
@@ -440,6 +419,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     return replace(
         plain,
         modules=tuple(module for module in plain.modules if on_cpu(module.name)),
+        kinds=(),  # one graph for all layers
         weights={
             name: value for name, value in plain.weights.items() if not name.startswith(LAYERS)
         },

@@ -22,6 +22,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.manifest import Constant, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
 from ondevice.core.traits import check_traits
+from ondevice.methods.prge.layout import NOISE_TENSOR
 from ondevice.methods.prge.modules import ApplyUpdate
 from ondevice.methods.prge.program import (
     build_program,
@@ -45,10 +46,16 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.step import PrgeProgram
     from ondevice.models import LoadedModel
 
-IN_NPU = ("norms", "rotary")
+IN_NPU = (
+    "norms", "rotary", "fused", "rotary_width", "norm_offset", "activation", "score_scale", "embedding_scale",
+)  # fmt: skip
 """Traits of a block with which programs in QNN's simulator were held against eager PyTorch."""
 SCALE = "perturbation_scale"
 """Name of the program's constant."""
+ADAM_ERROR = 1e-5
+"""Of an update of Adam's, which is a few learning rates at most, however large the gradients."""
+ROUNDOFF = 2.0**-24
+"""Of float32: the largest relative error of one operation."""
 SMALLEST_SCALE = 1e-12
 """Divisor in place of a perturbation scale of 0, whose projected gradients mean nothing."""
 
@@ -76,8 +83,6 @@ class Body(nn.Module):
         unrolled: run row after row with shared weights instead of one batch.
     """
 
-    cos: Tensor
-    sin: Tensor
     mask: Tensor
 
     def __init__(self, program: PrgeProgram, length_tokens: int, unrolled: bool = False) -> None:
@@ -95,10 +100,11 @@ class Body(nn.Module):
             ]
             for layer in range(program.family.dims.layers)
         ]
-        cos, sin = program.family.positions(length_tokens, "cpu", torch.float32)
+        tables: tuple[Tensor, ...] = program.family.positions(length_tokens, "cpu", torch.float32)
         # Constants: the angles would be rounded to float16, which has steps of 1/32 at position 63.
-        self.register_buffer("cos", cos.detach().clone())
-        self.register_buffer("sin", sin.detach().clone())
+        self.tables = [f"table_{number}" for number in range(len(tables))]
+        for name, table in zip(self.tables, tables, strict=True):
+            self.register_buffer(name, table.detach().clone())
         self.register_buffer("mask", torch.full((1, 1, length_tokens, length_tokens), -1e4).triu(1))
 
     def forward(self, hidden: Tensor, *given: Tensor) -> Tensor:
@@ -123,10 +129,11 @@ class Body(nn.Module):
         return torch.cat(parts)
 
     def _rows(self, hidden: Tensor, b: tuple[Tensor, ...]) -> Tensor:
+        position: Any = tuple(getattr(self, name) for name in self.tables)
         for layer, slots in enumerate(self.slots):
             for slot, index in slots:
                 slot.copies = b[index]
-            hidden = self.family.block(layer, hidden, (self.cos, self.sin), self.mask)
+            hidden = self.family.block(layer, hidden, position, self.mask)
             for slot, _ in slots:
                 slot.copies = None
         return hidden
@@ -207,13 +214,14 @@ def compare(
     Values: `directions`, projected gradients that were compared; `sign_agreement`, the share of
     them with the same sign; `correlation` of the two lists (NaN below three directions);
     `loss_error`, the largest relative one; `adapter_error`, the largest absolute one of the update
-    from the program's own projected gradients.
+    from the program's own projected gradients; `update_error`, the largest as a part of
+    `update_limit`.
     """
     program: PrgeProgram = built.eager
     scale = session.constants[SCALE]
     received: list[float] = []
     expected: list[float] = []
-    loss_error = adapter_error = 0.0
+    loss_error = adapter_error = update_error = 0.0
     before = state_of(session, program)
     with torch.inference_mode():
         for tokens, result, scalars in stepping(session, batches, learning_rate):
@@ -222,9 +230,12 @@ def compare(
                 losses = program.losses(*tokens, copies_of)
             gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
             updated = program.update(before, gradients, *scalars)[0]
+            limit = update_limit(program, before[0], gradients, *scalars)
             before = state_of(session, program)
+            errors = (before[0] - updated).abs()
             loss_error = largest(loss_error, relative_errors(result.losses, losses))
-            adapter_error = largest(adapter_error, (before[0] - updated).abs().numpy())
+            adapter_error = largest(adapter_error, errors.numpy())
+            update_error = largest(update_error, (errors / limit).numpy())
             received += result.projected_gradients
             expected += program.projected_gradients(losses, scale).tolist()
     shares = {
@@ -237,8 +248,52 @@ def compare(
         **shares,
         "loss_error": loss_error,
         "adapter_error": adapter_error,
+        "update_error": update_error,
     }
-    return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
+    return Agreement(values, {"loss": loss_error, "update": update_error}, shares)
+
+
+def update_limit(
+    program: PrgeProgram,
+    adapter: Tensor,
+    gradients: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    learning_rate: Tensor,
+) -> Tensor:
+    """Return how far two updates in float32 may be apart, by element, float32 [P].
+
+    An element is a - sum_q c_q z_q with c_q = g_q rate / Q. Each side rounds c_q twice and its
+    product once, adds in Q - 1 sums at most, and rounds the difference from a: to first order
+    (Q + 2) sum_q |c_q z_q| + |a'| roundoffs, in any order of the sum (Higham, "Accuracy and
+    Stability of Numerical Algorithms", section 3.1). Each draws z_q by itself; see `noise_limit`.
+    """
+    config = program.config
+    if config.optimizer == "adam":
+        return torch.full_like(adapter, ADAM_ERROR)
+    size = len(adapter)
+    z = program.noise(seed, step, NOISE_TENSOR, config.queries, 0, size + size % 2)
+    c = (gradients * (learning_rate / config.queries))[:, None]
+    rounded = (config.queries + 2) * (c * z).abs().sum(dim=0)
+    if config.noise == "gaussian":
+        rounded += (c.abs() * noise_limit(z)).sum(dim=0)
+    updated = adapter - (c * z).sum(dim=0)[:size]
+    limit = 2.0 * ROUNDOFF * (rounded[:size] + updated.abs())
+    return limit.clamp(min=torch.finfo(limit.dtype).tiny)
+
+
+def noise_limit(z: Tensor) -> Tensor:
+    """Return how far a Gaussian of a program may be from the exact one, in roundoffs, [Q, P].
+
+    It is r cos t or r sin t with r = sqrt(-2 log u). Near u = 1 XNNPACK's logarithm errs by 2,
+    however small it is (measured of each of the 120,000 floats below 1), and so r by 2 / r. What
+    else there is is relative to r: 1.5 of the logarithm's own three, 1 of the root, pi of the angle
+    before its cosine, and less than 3 of the cosine and the product.
+    """
+    pairs = z.view(len(z), -1, 2)
+    r = pairs.square().sum(dim=-1, keepdim=True).sqrt().expand_as(pairs).reshape(z.shape)
+    # Where u rounds to 1, r is 0 and at most the root of twice the error.
+    return 2.0 / r.clamp(min=ROUNDOFF**0.5) + 8.5 * r
 
 
 QNN = GraphProgram(problems, build, compare, calibrate=at_export, refresh=ProgramSubspace)

@@ -32,7 +32,10 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
 from ondevice.generation.generator import generate
-from ondevice.models import load_model
+from ondevice.methods.mesp import npu
+from ondevice.methods.mesp.block_functions import BlockFunctions
+from ondevice.methods.mesp.torch.weights import halves
+from ondevice.models import load_model, save_tiny
 from ondevice.nn.adapters import adapted
 from tests.methods.reference import batch
 from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
@@ -59,7 +62,13 @@ def rows(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return batch(2, LENGTH, seed=seed)
 
 
-@pytest.mark.parametrize("name", NPU_BLOCKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "blocks of" in name else [])
+        for name in NPU_BLOCKS
+    ],
+)
 def test_every_gradient_in_the_simulator_is_float32_s(name) -> None:
     result = verify(program(name))
     assert result["ok"] and json.dumps(result) and result["backend"] == "qnn-htp-simulator"
@@ -264,6 +273,42 @@ def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
     result = verify(program("npu blocks"))
     assert not result["ok"] and any("min_gradient_cosine" in line for line in result["broken"])
     assert any("does not generate what eager PyTorch does" in line for line in result["broken"])
+
+
+def test_layers_turn_each_by_its_own_table() -> None:
+    """The compiled graph is one, and rotation a constant of each layer: Gemma's tables have two
+    bases, and a layer of SmolLM3 turns by an angle of 0."""
+    for source, turns in (
+        ("wide gemma3_text", (True, True)),
+        ("two layers of smollm3", (True, False)),
+    ):
+        loaded = load_model(str(model(source)))
+        functions = BlockFunctions(loaded, config("npu blocks of qwen3").method)
+        tables = loaded.family.positions(LENGTH, "cpu", torch.float32)
+        bodies = [npu.ForwardBody(functions, layer, 1, LENGTH) for layer in range(2)]
+        assert not torch.equal(bodies[0].sin, bodies[1].sin)
+        for layer, body in enumerate(bodies):
+            cos, sin = halves(loaded.family.layer_position(layer, tables))
+            assert torch.equal(body.sin, sin if turns[layer] else torch.zeros_like(sin))
+            assert torch.equal(body.cos, cos if turns[layer] else torch.ones_like(cos))
+
+
+@pytest.mark.parametrize("name", ["npu", "npu blocks"])
+@pytest.mark.parametrize(
+    ("family", "word"),
+    [("granite", "a factor of"), ("olmo2", "over all heads"), ("lfm2", "convol")],
+)
+def test_traits_that_were_not_compared_are_refused_by_name(tmp_path, family, word, name) -> None:
+    folder = save_tiny(tmp_path / family, family, hidden=64, heads=2)
+    (job,) = artifacts.export_jobs(config(name, **{"model.source": str(folder)}))
+    problems = find_target("android-npu").check(job)
+    assert any(word in problem and "for the NPU" in problem for problem in problems)
+
+
+def test_a_window_shorter_than_the_rows_is_refused() -> None:
+    (job,) = artifacts.export_jobs(config("npu gemma3_text", **{"export.lengths_tokens": [17]}))
+    (problem,) = find_target("android-npu").check(job)
+    assert "a sliding window" in problem
 
 
 def test_code_of_other_delegates_is_refused() -> None:

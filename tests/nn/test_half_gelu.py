@@ -1,0 +1,22 @@
+"""Tanh-GELU in operators for float16 against PyTorch's own."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ondevice.nn.half_gelu import gelu_angle
+
+
+def test_gelu_is_pytorch_s() -> None:
+    x = torch.linspace(-20.0, 20.0, 4001, dtype=torch.float64)
+    expected = functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(x * torch.sigmoid(gelu_angle(x)), expected, rtol=0, atol=1e-13)
+
+
+def test_gelu_stays_within_float16_for_numbers_of_any_size() -> None:
+    x = torch.tensor([-6e4, -300.0, -9.0, 9.0, 300.0, 6e4], dtype=torch.float16)
+    angle = gelu_angle(x)
+    assert torch.isfinite(angle).all()
+    expected = functional.gelu(x.double(), approximate="tanh")
+    torch.testing.assert_close((x * torch.sigmoid(angle)).double(), expected, rtol=1e-3, atol=1e-6)
