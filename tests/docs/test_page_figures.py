@@ -156,7 +156,6 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/methods/mezo.md", "0.657"): lambda root: start(root, "mezo", "mean_accuracy"),
     ("docs/methods/index.md", "1.6"): ahead_of_default,
     ("docs/methods/index.md", "7.6"): ahead_of_paper,
-    ("docs/methods/prge.md", "1.6"): ahead_of_default,
     ("docs/howto/export.md", "0.997"): cosine("8-bit weights"),
     ("docs/howto/export.md", "0.9997"): cosine("4-bit weights"),
     ("docs/howto/export.md", "0.980"): cosine("products of integers"),
