@@ -125,6 +125,33 @@ def _linear(
     return y if into is None else into + y
 
 
+def _adapted_shape(
+    x: Tensor, weight: Tensor, scales: Tensor | None, mins: Tensor | None, bias: Tensor | None,
+    adapter: Tensor, into: Tensor | None, a: int, b: int, rank: int, scale: float, integers: bool,
+) -> Tensor:  # fmt: skip
+    name = "adapted_linear"
+    width, length = _matrix_shape(name, weight, scales, mins)
+    expect(name, "adapter", adapter, torch.float32, (None,))
+    count = adapter.shape[0]
+    if min(a, b) < 0 or rank < 1 or a + rank * length > count or b + rank * width > count:
+        raise ModelError(
+            f"ondevice::{name} got A and B outside the adapter",
+            expected=f"ranges of [0, {count})",
+            received=f"A at {a}, B at {b}, rank {rank}",
+        )
+    return _linear_shape(x, weight, scales, mins, bias, None, None, into, scale, False, integers)
+
+
+def _adapted(
+    x: Tensor, weight: Tensor, scales: Tensor | None, mins: Tensor | None, bias: Tensor | None,
+    adapter: Tensor, into: Tensor | None, a: int, b: int, rank: int, scale: float, integers: bool,
+) -> Tensor:  # fmt: skip
+    left = adapter[a : a + rank * x.shape[1]].view(rank, -1)
+    right = adapter[b : b + rank * weight.shape[0]].view(rank, -1)
+    h = functional.linear(x, left)
+    return _linear(x, weight, scales, mins, bias, h, right, into, scale, False, integers)
+
+
 def _narrow_shape(x: Tensor, a: Tensor, scale: float) -> Tensor:
     expect("narrow_linear", "x", x, torch.float32, (None, None))
     expect("narrow_linear", "a", a, torch.float32, (None, x.shape[1]))
@@ -324,6 +351,13 @@ define(
     "Tensor? into, float scale, bool transposed, bool integers",
     fake=_linear_shape,
     reference=_linear,
+)
+define(
+    "adapted_linear",
+    "Tensor x, Tensor weight, Tensor? scales, Tensor? mins, Tensor? bias, Tensor adapter, Tensor? into, "
+    "int a, int b, int rank, float scale, bool integers",
+    fake=_adapted_shape,
+    reference=_adapted,
 )
 define(
     "narrow_linear",

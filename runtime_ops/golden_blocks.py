@@ -33,7 +33,11 @@ def cases() -> list[dict[str, Any]]:
             for form in ("float", "int8", "q4", "integers", "q4_integers")
             for transposed in (0, 1)
         ),
-        *({**linear, "rows": 1, "form": form, "transposed": 0} for form in ("float", "int8", "q4", "q4_integers")),
+        *(
+            {**linear, "rows": 1, "form": form, "transposed": 0}
+            for form in ("float", "int8", "q4", "integers", "q4_integers")
+        ),
+        *({**linear, "op": "adapted_linear", "form": form, "a": 7, "b": 201} for form in ("q4", "q4_integers")),
         {"op": "narrow_linear", **wide, "rank": 9},
         {"op": "narrow_gradient", **wide, "rank": 9},
         {"op": "rms_norm", **wide},
@@ -54,6 +58,13 @@ def arguments(case: dict[str, Any]) -> list[Any]:
     op = case["op"]
     if op == "block_linear":
         return _linear_arguments(case)
+    if op == "adapted_linear":
+        rows, width, length, rank = (case[key] for key in ("rows", "outputs", "inputs", "rank"))
+        shapes = {1: (rows, length), 5: (width,), 6: (case["b"] + rank * width,), 7: (rows, width)}
+        x, *added = (draws.normals(stream, *shape) for stream, shape in shapes.items())
+        places = (case["a"], case["b"], rank)
+        integers = case["form"].endswith("integers")
+        return [x, *_matrix(case["form"], width, length), *added, *places, SCALE, integers]
     if op == "head_step":
         labels = np.array(case["labels"], np.int64)
         x = draws.normals(1, len(labels), case["depth"])
@@ -182,6 +193,13 @@ def _linear(x, weight, scales, mins, bias, h, b, into, scale, transposed, intege
     return y + bias + scale * (h @ b) + into
 
 
+def _adapted(x, weight, scales, mins, bias, adapter, into, a, b, rank, scale, integers):
+    left = adapter[a : a + rank * x.shape[1]].reshape(rank, -1)
+    right = adapter[b : b + rank * len(weight)].reshape(rank, -1)
+    h = x @ left.T
+    return _linear(x, weight, scales, mins, bias, h, right, into, scale, False, integers)
+
+
 def _rms_norm_backward(x, weight, eps, gn, g):
     r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     gw = gn * weight
@@ -256,6 +274,7 @@ def _adam(value, gradient, first, second, step, rate, beta1, beta2, eps, decay):
 
 _RESULTS: dict[str, Any] = {
     "block_linear": _linear,
+    "adapted_linear": _adapted,
     "narrow_linear": lambda x, a, scale: scale * (x @ a.T),
     "narrow_gradient": lambda left, right, scale: scale * (left.T @ right),
     "rms_norm": lambda x, w, eps: x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w,

@@ -494,7 +494,7 @@ class ExportConfig(StrictConfig):
     answers: Literal["shared", "packed"] = "shared"
     """The program that answers, with `context_tokens`. `shared`: functions of one block over the weights that are
     trained on, which take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with
-    weights that XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are
+    weights that XNNPACK packs when it is loaded: faster, and a second copy of the model. Its weights are
     float32, 8 bits for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
 
     check_steps: int = Field(default=3, ge=1)

@@ -154,6 +154,9 @@ void attend_cached(const float* q, const float* k, const float* v, const float* 
   const int64_t padded = (h.tokens + kColumns - 1) / kColumns * kColumns, group = h.heads / h.kv_heads;
   const int64_t q_row = h.heads * h.width, k_row = h.kv_heads * h.width;
   const int64_t wide = (start + kColumns - 1) / kColumns * kColumns + padded;
+  // One token's heads that share keys are rows of one product: the cache is read once for all of them.
+  const bool together = h.tokens == 1 && group <= kQueries;
+  const int64_t heads_at_once = together ? group : 1, step = together ? h.width : q_row;
   parallel(h.kv_heads, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     float* news = scratch.get(padded * h.width + wide * kQueries);
@@ -161,20 +164,22 @@ void attend_cached(const float* q, const float* k, const float* v, const float* 
     for (int64_t kv = begin; kv < end; ++kv) {
       const float *some_keys = keys + kv * h.width * context, *some_values = values + kv * context * h.width;
       pack_head(k + kv * h.width, h.tokens, k_row, h.width, padded, news);
-      for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
+      for (int64_t head = kv * group; head < (kv + 1) * group; head += heads_at_once) {
         for (int64_t first = 0; first < h.tokens; first += kQueries) {
-          const int64_t count = h.tokens - first < kQueries ? h.tokens - first : kQueries, last = first + count;
+          const int64_t left = h.tokens - first < kQueries ? h.tokens - first : kQueries, last = first + left;
+          const int64_t count = together ? group : left;
           const float* some_q = q + first * q_row + head * h.width;
           float* to = o + first * q_row + head * h.width;
-          multiply_wide(some_q, q_row, 1, count, h.width, some_keys, context, old, wide, 0, start, false);
-          multiply_wide(some_q, q_row, 1, count, h.width, news, padded, young, wide, 0, padded, false);
+          multiply_wide(some_q, step, 1, count, h.width, some_keys, context, old, wide, 0, start, false);
+          multiply_wide(some_q, step, 1, count, h.width, news, padded, young, wide, 0, padded, false);
           for (int64_t i = 0; i < count; ++i) {
             float* row = young + i * wide;
-            share_two(old + i * wide, start, row, first + i + 1, h.scale);
-            for (int64_t j = first + i + 1; j < last; ++j) row[j] = 0.0f;
+            const int64_t seen = together ? 1 : first + i + 1;
+            share_two(old + i * wide, start, row, seen, h.scale);
+            for (int64_t j = seen; j < last; ++j) row[j] = 0.0f;
           }
-          multiply_wide(old, wide, 1, count, start, some_values, h.width, to, q_row, 0, h.width, false);
-          multiply_wide(young, wide, 1, count, last, v + kv * h.width, k_row, to, q_row, 0, h.width, true);
+          multiply_wide(old, wide, 1, count, start, some_values, h.width, to, step, 0, h.width, false);
+          multiply_wide(young, wide, 1, count, last, v + kv * h.width, k_row, to, step, 0, h.width, true);
         }
       }
     }

@@ -3,6 +3,7 @@
 // first-level cache, and multiplied with every row.
 #pragma once
 
+#include "block_math.h"
 #include "integer_product.h"
 #include "matrix.h"
 #include "row_product.h"
@@ -149,11 +150,10 @@ void multiply_groups(const Grouped& x, int64_t rows, const Matrix& w, const Adde
 template <typename Parallel>
 void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool transposed, const Added& added,
                            float* y, const Parallel& parallel) {
+  const auto serial = [](int64_t tasks, const auto& f) { f(0, tasks); };
   if (w.kind == Matrix::kQ4 && !transposed) {
-    Grouped grouped;
     if (rows == 1) {
       static thread_local Grouped row;
-      const auto serial = [](int64_t tasks, const auto& f) { f(0, tasks); };
       round_groups(x, 1, w.inputs, row, serial);
       split_row(row, padded_groups(w));
       const Grouped* shared = &row;  // the workers' own is another
@@ -162,6 +162,7 @@ void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool t
       };
       return block_linear_row(w, added, y, products, parallel);
     }
+    Grouped grouped;
     round_groups(x, rows, w.inputs, grouped, parallel);
     multiply_groups(grouped, rows, w, added, y, parallel);
     return;
@@ -176,8 +177,34 @@ void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool t
     multiply_rounded(rounded, rows, scaled, true, added, y, parallel);
     return;
   }
+  if (rows == 1 && !transposed) {
+    static thread_local Rounded row;
+    round_rows(x, 1, w.inputs, nullptr, row, serial);
+    const Rounded* shared = &row;  // the workers' own is another
+    const auto products = [&](int64_t begin, int64_t end, float* sums) {
+      q8_row_products(*shared, w, begin, end, sums);
+    };
+    return block_linear_row(w, added, y, products, parallel);
+  }
   round_rows(x, rows, transposed ? w.outputs : w.inputs, transposed ? w.scales : nullptr, rounded, parallel);
   multiply_rounded(rounded, rows, w, transposed, added, y, parallel);
+}
+
+// x W^T with LoRA's A [rank, inputs] and B [rank, outputs] where an adapter has them: `added.h` and `added.b` are set
+// here.
+template <typename Parallel>
+void adapted_linear(const float* x, int64_t rows, const Matrix& w, const float* a, const float* b, Added added,
+                    bool integers, float* y, const Parallel& parallel) {
+  static thread_local Scratch scratch;
+  float* h = scratch.get(rows * added.rank);
+  narrow_linear(x, rows, w.inputs, a, added.rank, 1.0f, h, parallel);
+  added.h = h;
+  added.b = b;
+  if (integers) {
+    block_linear_integers(x, rows, w, false, added, y, parallel);
+  } else {
+    block_linear(x, rows, w, false, added, y, parallel);
+  }
 }
 
 }  // namespace ondevice

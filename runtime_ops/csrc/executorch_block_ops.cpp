@@ -78,6 +78,27 @@ Tensor& block_linear_out(KernelRuntimeContext& context, const Tensor& x, const T
   return out;
 }
 
+Tensor& adapted_linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& weight, const Given& scales,
+                           const Given& mins, const Given& bias, const Tensor& adapter, const Given& into, int64_t a,
+                           int64_t b, int64_t rank, double scale, bool integers, Tensor& out) {
+  ondevice::Matrix w;
+  ONDEVICE_CHECK(matrix_of(weight, scales, mins, w), "adapted_linear's weight and scales do not belong together");
+  ONDEVICE_CHECK(!integers || w.kind != ondevice::Matrix::kFloat, "products of integers need packed weights");
+  ONDEVICE_CHECK(is_float(x, 2) && x.size(1) == w.inputs, "adapted_linear takes float32 [rows, %" PRId64 "]", w.inputs);
+  ONDEVICE_CHECK(!bias || (is_float(*bias, 1) && bias->size(0) == w.outputs),
+                 "adapted_linear's bias is of another width");
+  ONDEVICE_CHECK(!into || (is_float(*into, 2) && into->size(0) == x.size(0) && into->size(1) == w.outputs),
+                 "adapted_linear's sum is of another shape");
+  ONDEVICE_CHECK(is_float(adapter, 1) && a >= 0 && b >= 0 && rank > 0 && a + rank * w.inputs <= adapter.size(0) &&
+                     b + rank * w.outputs <= adapter.size(0),
+                 "adapted_linear's A and B lie outside the adapter");
+  ONDEVICE_CHECK(resize(x, 1, {w.outputs}, out), "adapted_linear's result does not fit its output");
+  const ondevice::Added added{floats(bias), nullptr, nullptr, floats(into), rank, static_cast<float>(scale)};
+  ondevice::adapted_linear(floats(x), x.size(0), w, floats(adapter) + a, floats(adapter) + b, added, integers,
+                           out.mutable_data_ptr<float>(), Pool{});
+  return out;
+}
+
 Tensor& narrow_linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& a, double scale, Tensor& out) {
   ONDEVICE_CHECK(is_float(x, 2) && is_float(a, 2) && x.size(1) == a.size(1), "narrow_linear takes x [N, d], a [r, d]");
   ONDEVICE_CHECK(resize(x, 1, {a.size(0)}, out), "narrow_linear's result does not fit its output");
@@ -227,6 +248,7 @@ Tensor& block_adam_out(KernelRuntimeContext& context, const Tensor& value, const
 }  // namespace
 
 EXECUTORCH_LIBRARY(ondevice, "block_linear.out", block_linear_out);
+EXECUTORCH_LIBRARY(ondevice, "adapted_linear.out", adapted_linear_out);
 EXECUTORCH_LIBRARY(ondevice, "narrow_linear.out", narrow_linear_out);
 EXECUTORCH_LIBRARY(ondevice, "narrow_gradient.out", narrow_gradient_out);
 EXECUTORCH_LIBRARY(ondevice, "rms_norm.out", rms_norm_out);

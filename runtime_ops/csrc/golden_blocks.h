@@ -102,6 +102,24 @@ void check_q4_rows(const ondevice::IntegerForm& form) {
   }
 }
 
+// One row by levels of 8 bits, whose last k fill no vector.
+void check_q8_rows(const ondevice::IntegerForm& form) {
+  const int64_t depth = 198, outputs = 37;
+  const int32_t zero = 93;
+  const auto u = some_bytes(1, depth), bytes = some_bytes(2, outputs * depth);
+  const auto* levels = reinterpret_cast<const int8_t*>(bytes.data());
+  std::vector<int32_t> sums(static_cast<size_t>(outputs));
+  form.q8_rows(levels, depth, outputs, u.data(), zero, depth, sums.data());
+  for (int64_t row = 0; row < outputs; ++row) {
+    int32_t expected = 0;
+    for (int64_t k = 0; k < depth; ++k) expected += (u[static_cast<size_t>(k)] - zero) * levels[row * depth + k];
+    const int32_t received = sums[static_cast<size_t>(row)];
+    if (expected == received) continue;
+    fail(1, std::string("a row's products with 8 bits in ") + form.name + ": expected " + std::to_string(expected) +
+                ", received " + std::to_string(received));
+  }
+}
+
 // Products of integers in every form that this processor has, which the environment does not choose.
 void check_integer_forms() {
   const int64_t rows = 29, depth = 70, quads = (depth + 3) / 4;
@@ -129,6 +147,7 @@ void check_integer_forms() {
     }
     check_q4_form(forms[i]);
     check_q4_rows(forms[i]);
+    check_q8_rows(forms[i]);
     std::printf("integers: %s\n", forms[i].name);
   }
 }
@@ -149,6 +168,21 @@ std::vector<float> block_linear(const Record& record) {
   } else {
     ondevice::block_linear(x.data(), rows, drawn.matrix, transposed, added, out.data(), serial);
   }
+  return out;
+}
+
+std::vector<float> adapted_linear(const Record& record) {
+  const std::string& form = values(record, "form")[0];
+  const int64_t rows = integer(record, "rows"), rank = integer(record, "rank");
+  const int64_t inputs = integer(record, "inputs"), outputs = integer(record, "outputs");
+  const int64_t a = integer(record, "a"), b = integer(record, "b");
+  const DrawnMatrix drawn(form, outputs, inputs);
+  const auto x = normals(1, rows * inputs), bias = normals(5, outputs), adapter = normals(6, b + rank * outputs);
+  const auto into = normals(7, rows * outputs);
+  const ondevice::Added added{bias.data(), nullptr, nullptr, into.data(), rank, kScale};
+  std::vector<float> out(static_cast<size_t>(rows * outputs));
+  ondevice::adapted_linear(x.data(), rows, drawn.matrix, adapter.data() + a, adapter.data() + b, added,
+                           form == "q4_integers", out.data(), serial);
   return out;
 }
 
@@ -250,6 +284,8 @@ bool check_block_op(const std::string& op, const Record& record) {
   std::vector<float> out;
   if (op == "block_linear") {
     out = block_linear(record);
+  } else if (op == "adapted_linear") {
+    out = adapted_linear(record);
   } else if (op == "attend" || op == "attend_backward") {
     out = attention(op, record);
   } else if (op == "attend_cached") {

@@ -61,13 +61,28 @@ static inline Floats of_groups(const float* factors) {
   const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   return (Floats)_mm512_maskz_permutexvar_ps(0xFFFF, lanes, _mm512_castps128_ps512(_mm_loadu_ps(factors)));
 }
+static inline Floats halves_at(const uint16_t* p) {
+  return (Floats)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)p));
+}
+static inline float added_lanes(Floats values) {
+  const auto eight = __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto four =
+      __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return four[0] + four[1] + (four[2] + four[3]);
+}
 #include "q4_rows.h"
+typedef Sums Row;
+constexpr int32_t kOffset = 0;
+static inline Row row_at(const uint8_t* p) { return unpack((const int8_t*)p); }
+static inline Sums dot_row(Sums acc, Row u, Packed w) { return dot(acc, u, w); }
+#include "q8_rows.h"
 static bool available() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 }  // namespace avx512vnni
 ONDEVICE_TARGET_END
 
 #if defined(__clang__) || __GNUC__ >= 11
-ONDEVICE_TARGET("avx2,avxvnni")
+ONDEVICE_TARGET("avx2,f16c,avxvnni")
 namespace avxvnni {
 typedef int32_t Sums __attribute__((vector_size(32)));
 typedef Sums Packed;
@@ -97,7 +112,20 @@ static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
   low = both & 0x0F0F0F0F;
 }
 static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
+static inline Floats halves_at(const uint16_t* p) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline float added_lanes(Floats values) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 #include "q4_rows.h"
+typedef Sums Row;
+constexpr int32_t kOffset = 0;
+static inline Row row_at(const uint8_t* p) { return unpack((const int8_t*)p); }
+static inline Sums dot_row(Sums acc, Row u, Packed w) { return dot(acc, u, w); }
+#include "q8_rows.h"
 static bool available() {
   unsigned a = 7, b = 0, c = 1, d = 0;  // leaf 7, subleaf 1: GCC 12 has no name for it
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
@@ -107,7 +135,8 @@ static bool available() {
 ONDEVICE_TARGET_END
 #endif
 
-ONDEVICE_TARGET("avx2")
+// Every processor with AVX2 converts numbers of 16 bits, too.
+ONDEVICE_TARGET("avx2,f16c")
 namespace avx2 {
 // Even and odd bytes by 16 bits: products of unsigned and signed bytes, added in pairs, do not fit 16.
 typedef int32_t Sums __attribute__((vector_size(32)));
@@ -148,7 +177,23 @@ static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
   low = both & 0x0F0F0F0F0F0F0F0F;
 }
 static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
+static inline Floats halves_at(const uint16_t* p) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline float added_lanes(Floats values) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 #include "q4_rows.h"
+typedef Packed Row;
+constexpr int32_t kOffset = 0;
+static inline Row row_at(const uint8_t* p) {
+  const __m256i all = _mm256_loadu_si256((const __m256i*)p);
+  return {_mm256_and_si256(all, _mm256_set1_epi16(255)), _mm256_srli_epi16(all, 8)};
+}
+static inline Sums dot_row(Sums acc, Row u, Packed w) { return dot(acc, u, w); }
+#include "q8_rows.h"
 static bool available() { return __builtin_cpu_supports("avx2"); }
 }  // namespace avx2
 ONDEVICE_TARGET_END
@@ -165,6 +210,9 @@ static inline Packed unpack(const int8_t* p) { return vld1q_s8(p); }
 static inline Activation spread(int32_t four) {
   return vreinterpretq_s8_s32(vdupq_n_s32((int32_t)((uint32_t)four ^ 0x80808080u)));
 }
+typedef int8x16_t Row;
+constexpr int32_t kOffset = 128;
+static inline Row row_at(const uint8_t* p) { return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(128))); }
 // Levels of 4 bits are signed bytes, too.
 typedef int32x4_t Part;
 typedef int8x16_t Levels;
@@ -181,6 +229,8 @@ static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
   low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
 }
 static inline float32x4_t of_groups(const float* factors) { return vdupq_n_f32(factors[0]); }
+static inline float32x4_t halves_at(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+static inline float added_lanes(float32x4_t values) { return vaddvq_f32(values); }
 }  // namespace neon_loads
 
 ONDEVICE_TARGET("arch=armv8.2-a+dotprod")
@@ -192,6 +242,8 @@ static inline Part dot_half(Part acc, Signed a, Half w) { return dot(acc, a, w);
 #include "integer_tile.h"
 #include "q4_tile.h"
 #include "q4_rows.h"
+static inline Sums dot_row(Sums acc, Row u, Packed w) { return dot(acc, u, w); }
+#include "q8_rows.h"
 static bool available() {
 #if defined(__APPLE__)
   return true;
@@ -215,6 +267,8 @@ static inline Part dot_half(Part acc, Signed a, Half w) { return dot(acc, a, w);
 #include "integer_tile.h"
 #include "q4_tile.h"
 #include "q4_rows.h"
+static inline Sums dot_row(Sums acc, Row u, Packed w) { return dot(acc, u, w); }
+#include "q8_rows.h"
 static bool available() { return true; }
 }  // namespace neon
 
@@ -263,22 +317,37 @@ static inline Part dot_half(Part acc, const int8_t* a, const Half& w) {
   return acc;
 }
 static inline Floats of_groups(const float* factors) { return Floats{} + factors[0]; }
+static inline Floats halves_at(const uint16_t* p) {
+  return Floats{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+static inline float added_lanes(Floats values) { return values[0] + values[1] + (values[2] + values[3]); }
 #include "q4_rows.h"
+typedef const uint8_t* Row;
+constexpr int32_t kOffset = 0;
+static inline Row row_at(const uint8_t* p) { return p; }
+static inline Sums dot_row(Sums acc, Row u, Packed w) {
+  for (int k = 0; k < 16; ++k) acc[k / 4] += u[k] * w[k];
+  return acc;
+}
+#include "q8_rows.h"
 static bool available() { return true; }
 }  // namespace plain
 
+#define ONDEVICE_FORM(name, form) \
+  {name, form::available, form::tile, form::kOffset, form::q4_tile, form::q4_rows, form::q8_rows}
+
 const IntegerForm kForms[] = {
 #if defined(__x86_64__)
-    {"avx512vnni", avx512vnni::available, avx512vnni::tile, 0, avx512vnni::q4_tile, avx512vnni::q4_rows},
+    ONDEVICE_FORM("avx512vnni", avx512vnni),
 #if defined(__clang__) || __GNUC__ >= 11
-    {"avxvnni", avxvnni::available, avxvnni::tile, 0, avxvnni::q4_tile, avxvnni::q4_rows},
+    ONDEVICE_FORM("avxvnni", avxvnni),
 #endif
-    {"avx2", avx2::available, avx2::tile, 0, avx2::q4_tile, avx2::q4_rows},
+    ONDEVICE_FORM("avx2", avx2),
 #elif defined(__aarch64__)
-    {"dotprod", neon_dot::available, neon_dot::tile, 128, neon_dot::q4_tile, neon_dot::q4_rows},
-    {"neon", neon::available, neon::tile, 128, neon::q4_tile, neon::q4_rows},
+    ONDEVICE_FORM("dotprod", neon_dot),
+    ONDEVICE_FORM("neon", neon),
 #endif
-    {"plain", plain::available, plain::tile, 0, plain::q4_tile, plain::q4_rows},
+    ONDEVICE_FORM("plain", plain),
 };
 
 const IntegerForm& chosen_form() {

@@ -41,6 +41,10 @@ using Q4Tile = void (*)(const int8_t* q, int64_t stride, const float* factors, i
 using Q4Rows = void (*)(const Matrix& w, int64_t begin, int64_t end, const int8_t* q, const float* factors,
                         const float* x_sums, float* sums);
 
+// sums[row] = sum over k of (u[k] - zero) levels[row * stride + k], exact up to a length of kIntegerDepth.
+using Q8Rows = void (*)(const int8_t* levels, int64_t stride, int64_t rows, const uint8_t* u, int32_t zero,
+                        int64_t length, int32_t* sums);
+
 struct IntegerForm {
   const char* name;
   bool (*available)();
@@ -48,6 +52,7 @@ struct IntegerForm {
   int32_t offset;
   Q4Tile q4_tile;
   Q4Rows q4_rows;
+  Q8Rows q8_rows;
 };
 
 // All forms that were compiled, the fastest first; the last is always available.
@@ -267,6 +272,26 @@ inline void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, b
           for (int64_t j = 0; j < columns; ++j) values[j] *= w.scales[column + j];
         }
         for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + values[j];
+      }
+    }
+  }
+}
+
+// sums[row - begin] = W[row] x for the rows [begin, end) of a W of 8 bits and one row of x, as `multiply_integers`
+// computes it, but without panels.
+inline void q8_row_products(const Rounded& x, const Matrix& w, int64_t begin, int64_t end, float* sums) {
+  constexpr int64_t kSome = 64;
+  int32_t integers[kSome];
+  for (int64_t row = begin; row < end; row += kSome) {
+    const int64_t count = end - row < kSome ? end - row : kSome;
+    float* __restrict to = sums + row - begin;
+    for (int64_t first = 0; first < w.inputs; first += kIntegerDepth) {
+      const int64_t depth = w.inputs - first < kIntegerDepth ? w.inputs - first : kIntegerDepth;
+      const int8_t* levels = static_cast<const int8_t*>(w.data) + row * w.inputs + first;
+      integer_form().q8_rows(levels, w.inputs, count, x.levels.data() + first, x.zeros[0], depth, integers);
+      for (int64_t j = 0; j < count; ++j) {
+        const float value = x.scales[0] * static_cast<float>(integers[j]) * w.scales[row + j];
+        to[j] = first ? to[j] + value : value;
       }
     }
   }

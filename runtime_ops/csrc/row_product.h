@@ -12,6 +12,7 @@ namespace ondevice {
 constexpr int64_t kRowTasks = 16;     // pieces of work that threads take
 constexpr int64_t kRowBytes = 32768;  // of W in a piece at least: waking a thread costs microseconds
 constexpr int64_t kHalves = 16;       // scales or minima that become floats together
+constexpr int64_t kAhead = 2048;      // bytes: how early integers of W are asked for; memory is slower than a row's sums
 
 // kLanes numbers as floats or integers; GCC makes a dozen instructions of its own conversion from bytes.
 ONDEVICE_INLINE Vec lanes(const float* p) { return load(p); }

@@ -56,6 +56,7 @@ def references(*calls):
 
 REFERENCES = {
     "block_linear": block_ops._linear,
+    "adapted_linear": block_ops._adapted,
     "narrow_linear": lambda x, a, scale: scale * x @ a.t(),
     "narrow_gradient": lambda left, right, scale: scale * left.t() @ right,
     "rms_norm": block_ops._norm,
@@ -122,6 +123,15 @@ def test_products_of_integers_are_those_of_the_rounded_rows(transposed):
     check(*(linear("int8", *size, transposed, integers=True) for size in sizes), limit=3e-4)
 
 
+def test_one_row_by_integers_is_what_it_is_among_others():
+    # One row is multiplied without panels, 64 rows of W and 2,048 inputs at a time.
+    torch.manual_seed(0)
+    op, (x, *rest) = linear("int8", 3, 131, 2150, 0, False, integers=True)
+    whole, one = run((op, (x, *rest)), (op, (x[1:2].contiguous(), *rest)))
+    # Integers are exact: two sums of floats differ by how they are rounded.
+    assert (whole[1] - one[0]).abs().max() <= 4 * torch.finfo().eps * whole[1].abs().max()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_integers_with_four_bits_are_those_of_the_rounded_rows(transposed):
     torch.manual_seed(0)
@@ -168,6 +178,19 @@ def test_a_row_that_is_not_finite_stays_so_in_products_of_integers():
     x[2, 63] = float("nan")
     (result,) = run((op, (x, *rest)))
     assert result[0].isfinite().all() and result[1].isnan().all() and result[2].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_reads_its_adapter_where_a_vector_has_it(form):
+    torch.manual_seed(0)
+    calls = []
+    for rows, outputs, inputs, rank in ((1, 37, 96, 3), (29, 70, 64, 9)):
+        bias, into, x = torch.randn(outputs), torch.randn(rows, outputs), torch.randn(rows, inputs)
+        places = (5, 11 + rank * inputs, rank)
+        adapter = torch.randn(places[1] + rank * outputs + 2)
+        frozen = matrix(form, outputs, inputs)
+        calls.append(("adapted_linear", (x, *frozen, bias, adapter, into, *places, 0.7, False)))
+    check(*calls)
 
 
 def test_what_lies_between_products_matches_float64():

@@ -10,6 +10,7 @@ inside the op.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,18 @@ def parts(matrix: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return matrix.packed, matrix.scales, matrix.mins
     assert isinstance(matrix, Dense)  # noqa: S101 - the forms are these
     return matrix.weight, None, None
+
+
+def placed(functions: BlockFunctions, block: Block, adapter: Tensor) -> Block:
+    """Say where A and B of the block's layers lie in its range of the adapter, [layer_size], so that
+    a product reads them there and no slice is copied."""
+    linears = dict(block.linears)
+    for entry in functions.entries(block.layer):
+        part = functions.dims.traits.part(entry.parameters.target)
+        if part in linears and linears[part].a is not None:
+            place = (adapter, entry.a, entry.b, entry.parameters.rank)
+            linears[part] = replace(linears[part], place=place)
+    return replace(block, linears=linears)
 
 
 class FusedKernels(GraphKernels):
@@ -106,8 +119,11 @@ class FusedStages(Stages):
     ) -> Tensor:
         layer = block.linears[target]
         weight, scales, mins = parts(layer.matrix)
-        if h is None and layer.a is not None:
-            h = OPS.narrow_linear(x, layer.a, 1.0)
+        if h is None and layer.place is not None:
+            adapter, a, b, rank = layer.place
+            return OPS.adapted_linear(
+                x, weight, scales, mins, layer.bias, adapter, into, a, b, rank, layer.scale, self.integers
+            )  # fmt: skip
         return OPS.block_linear(
             x, weight, scales, mins, layer.bias, h, layer.b, into, layer.scale, False, self.integers
         )
@@ -169,7 +185,8 @@ class _Fused(OneBlock):
         return Blocks(FusedStages(self.functions.dims, self.functions.integers), None)
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        return super().block(self.functions.in_rows(adapter, self.layer), frozen)
+        block = super().block(self.functions.in_rows(adapter, self.layer), frozen)
+        return placed(self.functions, block, adapter)
 
 
 class FusedForward(_Fused, BlockForward):
@@ -189,7 +206,8 @@ class FusedCached(BlockCached):
         return Blocks(_CachedStages(self.functions.dims, self.functions.integers), None)
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        return super().block(self.functions.in_rows(adapter, self.layer), frozen)
+        block = super().block(self.functions.in_rows(adapter, self.layer), frozen)
+        return placed(self.functions, block, adapter)
 
     def attend(
         self,
@@ -222,8 +240,10 @@ class FusedLogits(nn.Module):
 
     def forward(self, x: Tensor, norm: Tensor, *head: Tensor) -> Tensor:
         weight, scales = (*head, None)[:2]
-        n = OPS.rms_norm(x, norm, self.functions.dims.norm_eps)
-        return OPS.block_linear(n, weight, scales, None, None, None, None, None, 1.0, False, False)
+        functions = self.functions
+        n = OPS.rms_norm(x, norm, functions.dims.norm_eps)
+        added = (None,) * 5
+        return OPS.block_linear(n, weight, scales, *added, 1.0, False, functions.integers)
 
 
 class FusedBackward(_Fused, BlockBackward):

@@ -26,13 +26,18 @@ OtherMlp = Callable[[Tensor, Mapping[str, ExpertLora]], Tensor]
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b + scale (x A^T) B; without A and B if the layer has no adapter."""
+    """y = x W^T + b + scale (x A^T) B; without A and B if the layer has no adapter.
+
+    Attributes:
+        place: a vector that A and B lie in, the first element of each, and their rank.
+    """
 
     matrix: Matrix
     bias: Tensor | None = None
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
+    place: tuple[Tensor, int, int, int] | None = None
 
     def h(self, x: Tensor) -> Tensor:
         """Compute x A^T [N, rank]."""
