@@ -16,7 +16,7 @@ GELU_RANGE = 8.0
 
 
 def gelu_angle(x: Tensor) -> Tensor:
-    """Return u with gelu_tanh(x) = x sigmoid(u); x^3 of what is beyond `GELU_RANGE` could be too
+    """Return u with gelu_tanh(x) = x sigmoid(u); x^3 beyond `GELU_RANGE` could be too
     large for float16."""
     x = x.clamp(-GELU_RANGE, GELU_RANGE)
     return x * (GELU[0] + GELU[1] * (x * x))

@@ -9,7 +9,7 @@ static void q4_rows(const Matrix& w, int64_t begin, int64_t end, const int8_t* q
   for (int64_t row = begin; row < end; ++row) {
     const uint8_t* bytes = static_cast<const uint8_t*>(w.data) + row * groups * kBytes;
     const uint16_t *halves = w.halves + row * groups, *minima = w.minima + row * groups;
-    // What is read of the rows behind this one meets zeros; behind the last row memory may end.
+    // Reads of the rows behind this one meet zeros; behind the last row memory may end.
     const bool may_end = (w.outputs - row - 1) * groups < kHalves;
     Floats acc = Floats{};
     for (int64_t first = 0; first < groups; first += kHalves) {
