@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 INPUTS_ON_THE_WAY = 3
 """Inputs of layers that are on the accelerator at once if the others are on the host."""
+SHARE = 0.85
+"""Of the usable memory that `method.recompute: auto` fills: the plan's parts are estimates, and
+allocators leave gaps."""
+AROUND_BYTES = 1 << 30
+"""Libraries and their workspaces."""
 
 
 def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
@@ -163,3 +168,18 @@ def adapter_step_cost(
     forward = forward_flops(dims, batch_size, length_tokens)
     head = head_flops(dims, batch_size, length_tokens)
     return StepCost(2 * forward + 3 * head, 2 * weight_bytes)
+
+
+def room_bytes(request: Any, needed_bytes: int) -> int:
+    """Return the memory that is left by a step that keeps nothing, bytes.
+
+    Args:
+        request: a plan's request.
+        needed_bytes: of weights and step.
+    """
+    return int(SHARE * request.device.usable_bytes) - AROUND_BYTES - needed_bytes
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of a number."""
+    return 4 if dtype == "float32" else 2

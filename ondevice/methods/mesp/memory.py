@@ -108,14 +108,13 @@ def host_memory(
     length_tokens: int,
     activation_bytes: int = 4,
 ) -> dict[str, int]:
-    """Return bytes of pinned host memory by part: the input of every block, if `config.activations`
-    is `host`."""
+    """Return bytes of pinned host memory by part: the input of every block but the last, if
+    `config.activations` is `host`."""
     if config.activations != "host":
         return {}
     rows = min(batch_size, config.micro_batch_size or batch_size)
-    return {
-        "inputs on the host": dims.layers * rows * length_tokens * dims.hidden * activation_bytes
-    }
+    size = rows * length_tokens * dims.hidden * activation_bytes
+    return {"inputs on the host": (dims.layers - 1) * size}
 
 
 def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str = "torch") -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.methods.memory_room import item_bytes, room_bytes
 from ondevice.methods.mesp.memory import (
     MEMORY,
     KeptLayers,
@@ -12,6 +11,7 @@ from ondevice.methods.mesp.memory import (
     layer_bytes,
     weights,
 )
+from ondevice.methods.step_model import item_bytes, room_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims

@@ -15,8 +15,7 @@ from ondevice.core.capabilities import (
 from ondevice.core.method import MethodSpec, OpenSession
 from ondevice.methods.revffn.check import check_family
 from ondevice.methods.revffn.config import RevffnConfig
-from ondevice.methods.revffn.memory import MEMORY, step_cost
-from ondevice.methods.revffn.recompute import resolve
+from ondevice.methods.revffn.memory import MEMORY, resolve, step_cost
 
 if TYPE_CHECKING:
     from ondevice.core.session import OpenedNetwork
