@@ -103,23 +103,7 @@ static inline Signed spread_signed(int32_t four) { return spread(four); }
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return dot(acc, w, a); }
 static inline Sums whole(Part part) { return part; }
 #include "q4_tile.h"
-static inline Signed signed_at(const int8_t* p) { return levels_at(p); }
-typedef Levels Half;
-static inline Part dot_half(Part acc, Signed a, Half w) { return dot_levels(acc, a, w); }
-static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
-  const Levels both = levels_at((const int8_t*)p);
-  high = both >> 4 & 0x0F0F0F0F;
-  low = both & 0x0F0F0F0F;
-}
-static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
-static inline Floats halves_at(const uint16_t* p) {
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-}
-static inline float added_lanes(Floats values) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
+#include "q4_of_256_bits.h"
 #include "q4_rows.h"
 typedef Sums Row;
 constexpr int32_t kOffset = 0;
@@ -168,23 +152,7 @@ static inline Signed spread_signed(int32_t four) { return _mm256_set1_epi32(four
 static inline Part dot_levels(Part acc, Signed a, Levels w) { return acc + (Part)_mm256_maddubs_epi16(w, a); }
 static inline Sums whole(Part part) { return (Sums)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1)); }
 #include "q4_tile.h"
-static inline Signed signed_at(const int8_t* p) { return levels_at(p); }
-typedef Levels Half;
-static inline Part dot_half(Part acc, Signed a, Half w) { return dot_levels(acc, a, w); }
-static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
-  const Levels both = levels_at((const int8_t*)p);
-  high = both >> 4 & 0x0F0F0F0F0F0F0F0F;
-  low = both & 0x0F0F0F0F0F0F0F0F;
-}
-static inline Floats of_groups(const float* factors) { return (Floats)_mm256_set_m128(_mm_set1_ps(factors[1]), _mm_set1_ps(factors[0])); }
-static inline Floats halves_at(const uint16_t* p) {
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-}
-static inline float added_lanes(Floats values) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
+#include "q4_of_256_bits.h"
 #include "q4_rows.h"
 typedef Packed Row;
 constexpr int32_t kOffset = 0;

@@ -169,7 +169,15 @@ class FusedStages(Stages):
         return self.rotated(block, gq, gk, position, -1.0)
 
 
-class _Fused(OneBlock):
+class _Placed(OneBlock):
+    """A block whose products read A and B where they lie in the adapter."""
+
+    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
+        block = super().block(self.functions.in_rows(adapter, self.layer), frozen)
+        return placed(self.functions, block, adapter)
+
+
+class _Fused(_Placed):
     """A block's functions over `FusedStages`."""
 
     def __init__(
@@ -184,16 +192,12 @@ class _Fused(OneBlock):
     def blocks(self) -> Blocks:
         return Blocks(FusedStages(self.functions.dims, self.functions.integers), None)
 
-    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        block = super().block(self.functions.in_rows(adapter, self.layer), frozen)
-        return placed(self.functions, block, adapter)
-
 
 class FusedForward(_Fused, BlockForward):
     """See `BlockForward`."""
 
 
-class FusedCached(BlockCached):
+class FusedCached(_Placed, BlockCached):
     """See `BlockCached`."""
 
     def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
@@ -204,10 +208,6 @@ class FusedCached(BlockCached):
     @property
     def blocks(self) -> Blocks:
         return Blocks(_CachedStages(self.functions.dims, self.functions.integers), None)
-
-    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        block = super().block(self.functions.in_rows(adapter, self.layer), frozen)
-        return placed(self.functions, block, adapter)
 
     def attend(
         self,
