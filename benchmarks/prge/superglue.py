@@ -25,15 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import add_arguments, finish, parse_args
+from benchmarks.models.sst2 import ADAPTER
 
 NEEDS = ("torch",)
 TASKS = "sst2,rte,boolq,wic,wsc,multirc,copa,squad"
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTER: dict[str, Any] = {
-    "method.rank": 8,
-    "method.alpha": 16.0,
-    "method.target_modules": LINEARS,
-}
 METHODS: dict[str, dict[str, Any]] = {
     "zero-shot": {},
     "default": {"method.name": "prge", "train.batch_size": 4},
@@ -130,7 +125,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the remaining runs and their cost"
     )
-    parser.add_argument("--plot", type=Path, help="draw accuracy over peak memory to this file")
+    parser.add_argument("--plot", type=Path, help="draw accuracy over planned memory to this file")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
     )
@@ -202,7 +197,7 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
                 log.parent, valid_rows, most_rows=args.eval_rows, dtype=args.dtype, device=args.device,
             )  # fmt: skip
             last_figures = found.figures()
-            lines = [lines[-1]]
+            lines.clear()
         metric, last = score(last_figures)
         values = [score(line)[1] for line in lines if line["event"] == "evaluate"] or [last]
     figures = {
@@ -266,14 +261,15 @@ def say_cost(left: list[Cell], done: list[dict[str, Any]]) -> None:
     )
 
 
-def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> list[dict[str, Any]]:
+def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> None:
     """Run cells, `args.processes` side by side, until the budget is used up."""
-    found: list[dict[str, Any]] = []
+    ended = 0
 
     def said(cell: Cell, figures: dict[str, Any]) -> None:
-        found.append(figures)
+        nonlocal ended
+        ended += 1
         print(
-            f"{len(found)}/{len(left)} {cell.task} | {cell.method} | seed {cell.seed}: {figures['metric']} "
+            f"{ended}/{len(left)} {cell.task} | {cell.method} | seed {cell.seed}: {figures['metric']} "
             f"{figures['last']:.3f} (best {figures['best']:.3f}), {figures['seconds']:.0f} s", flush=True,
         )  # fmt: skip
 
@@ -291,13 +287,12 @@ def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> l
             cells = begun()
             running = {pool.submit(measure, c, args): c for c in islice(cells, args.processes)}
             while running:
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in ended:
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
                     said(running.pop(future), future.result())
-                running |= {pool.submit(measure, c, args): c for c in islice(cells, len(ended))}
-    if len(found) < len(left):
-        print(f"left out for want of time: {len(left) - len(found)} runs", flush=True)
-    return found
+                running |= {pool.submit(measure, c, args): c for c in islice(cells, len(finished))}
+    if ended < len(left):
+        print(f"left out for want of time: {len(left) - ended} runs", flush=True)
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
@@ -344,8 +339,8 @@ def main() -> None:
     if args.dry_run:
         say_cost(left, done)
         return
-    done += measure_all(left, args, started)
-    rows = table(done)
+    measure_all(left, args, started)
+    rows = table([figures for cell in wanted if (figures := read_figures(cell))])
     if args.plot:
         draw(rows, args.plot)
     finish(

@@ -1,5 +1,5 @@
 """Bytes and work of a RevFFN step by part, from dimensions only: the ends of the streams, and one block of
-everything else."""
+everything else, with those that keep their graphs; and how `method.recompute: auto` decides on these."""
 
 from __future__ import annotations
 
