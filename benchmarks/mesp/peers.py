@@ -125,7 +125,7 @@ def measure_group(number: int, args: Any, folder: Path) -> list[dict[str, Any]]:
     """Start a process for each method, and take their steps in turns."""
     name, bits, shapes = GROUPS[number]
     save_model(name, folder)
-    started = {method: Worker(method, number, folder) for method in args.methods}
+    started = {method: Worker(__file__, method, number, folder) for method in args.methods}
     workers = {method: worker for method, worker in started.items() if worker.ready()}
     rows = []
     for batch in shapes:
@@ -179,14 +179,17 @@ def table(
 
 
 class Worker:
-    """A method in a process of its own, which answers a line of JSON with another."""
+    """A method in a process of its own, which answers a line of JSON with another.
 
-    def __init__(self, method: str, group: int, folder: Path) -> None:
+    Args:
+        script: it runs this with `--worker METHOD`, and what else it is to know.
+    """
+
+    def __init__(self, script: str, method: str, *more: Any) -> None:
         self.method = method
         paths = os.environ.get("PYTHONPATH", "")
-        command = [sys.executable, "-P", __file__, "--worker", method, str(group)]
         self.process = subprocess.Popen(
-            [*command, str(folder)],
+            [sys.executable, "-P", script, "--worker", method, *map(str, more)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -229,6 +232,13 @@ def serve(method: str, group: tuple[str, int | None, Any], folder: Path) -> None
     step, weights = build(method, group[1], folder)
     vocab = MODELS[group[0]]["vocab_size"]
     answer({"weights_MiB": weights >> 20, "torch": torch.__version__})
+    serve_steps(step, weights, vocab)
+
+
+def serve_steps(step: Any, weights: int, vocab: int) -> None:
+    """Take the steps, or their profiles, that standard input asks for."""
+    import torch
+
     for line in sys.stdin:
         request = json.loads(line)
         batch = request.get("step") or request["profile"]

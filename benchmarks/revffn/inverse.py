@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import ROOT, finish, parse_args
+from benchmarks.revffn.stored import stored_hidden
 from ondevice.core.errors import TrainingError
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.inversion import LayerError, measure
@@ -105,7 +106,7 @@ def gradient_error(network: Reversible, ids: Tensor) -> float | None:
     expected = dict(
         zip(
             named,
-            torch.autograd.grad(network.stored_hidden(ids), [*named.values()], into),
+            torch.autograd.grad(stored_hidden(network, ids), [*named.values()], into),
             strict=True,
         )
     )

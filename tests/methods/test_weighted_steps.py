@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.revffn.stored import stored_hidden
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.session import Weighing
 from ondevice.models import load_model, open_model, save_tiny
@@ -151,7 +152,7 @@ def test_reversible_blocks_learn_the_gradient_of_the_whole_loss(micro: Any, reco
     opened = open_tiny("revffn", micro_batch_size=micro, recompute=recompute)
     opened._begin(0, 0.0)
     batch = opened._batch(ids, labels)
-    hidden = opened.network.stored_hidden(batch[0])
+    hidden = stored_hidden(opened.network, batch[0])
     logits = opened.family.final_norm(hidden) @ opened.family.head_weight.T
     theirs = whole_loss("dpo")(logits, batch[1])
     theirs.backward()

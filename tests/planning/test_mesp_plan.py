@@ -16,6 +16,7 @@ from ondevice.methods.mesp.memory import (
 )
 from ondevice.models import open_model, save_tiny
 from ondevice.models.load import tiny_model
+from ondevice.nn.packed import PackedLinear
 from ondevice.planning.devices import find_device
 from ondevice.planning.estimate import plan
 
@@ -53,6 +54,21 @@ def test_weights_and_pairs_in_mlx_are_what_a_step_of_qwen_s_shape_keeps() -> Non
     assert weights(QWEN, config, 4) - weights(QWEN, config, 4, "mlx") == pytest.approx(
         table * (4 - 5 / 8), rel=0.1
     )
+
+
+def test_a_plan_of_8_bits_counts_what_the_packed_model_holds() -> None:
+    from tests.methods.mesp.reference import session
+
+    loaded = tiny_model("qwen2", layers=3, tied=False)
+    config = method_config("mesp", {"bits": 8})
+    planned = weights(loaded.dims, config, 4)
+    opened = session(loaded, bits=8)
+    held = 0
+    for module in opened.loaded.model.modules():
+        if isinstance(module, PackedLinear):
+            held += module.matrix.largest.nbytes + module.matrix.scale.nbytes
+    held += sum(one.nbytes for one in opened.loaded.model.parameters())
+    assert planned == pytest.approx(held, rel=0.02)
 
 
 @pytest.mark.parametrize("micro", [None, 1])

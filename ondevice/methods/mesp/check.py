@@ -81,11 +81,11 @@ def check_plain(dims: ModelDims, config: MespConfig) -> None:
 
 
 def check_resident(device: str, bits: int | None) -> None:
-    """Refuse packed weights in torch without a GPU."""
-    if bits and not device.startswith("cuda"):
+    """Refuse bitsandbytes' 4 bits without a GPU."""
+    if bits == 4 and not device.startswith("cuda"):
         raise ConfigError(
             "method.bits: 4 needs a GPU in torch",
-            expected="--backend mlx, or model.device: cuda",
+            expected="method.bits: 8, --backend mlx, or model.device: cuda",
             received=device,
             hint="--set method.weight_placement=streamed --set method.bits=null needs less memory still",
         )
@@ -107,7 +107,7 @@ def check_streamed(dims: ModelDims, bits: int | None, model: str) -> None:
         raise ConfigError(
             "torch streams weights as the files have them",
             expected="method.bits: null with method.weight_placement: streamed",
-            received="method.bits: 4",
+            received=f"method.bits: {bits}",
             hint="--backend mlx streams 4-bit weights",
         )
     if dims.experts:

@@ -26,7 +26,7 @@ ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
 GROUP_SIZE = 64
-"""Weights that share a scale in 4 bits."""
+"""Weights that share a scale in NF4, and in MLX."""
 
 
 Recompute = Literal["auto", "all", "none"] | tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
@@ -92,9 +92,9 @@ class MespConfig(AnswerLossConfig, FrozenBaseConfig):
     """`streamed` reads the frozen weights from their files block by block, in every pass; two
     blocks are in memory."""
 
-    bits: Literal[4] | None = None
-    """4: frozen matrices in 4 bits: NF4 through bitsandbytes (torch on CUDA), affine groups
-    (MLX)."""
+    bits: Literal[4, 8] | None = None
+    """Frozen matrices in so many bits. torch: 4 is NF4 through bitsandbytes (CUDA), 8 integers with
+    a scale a row. MLX: affine groups."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; a block program has more if one of them would take

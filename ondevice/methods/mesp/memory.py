@@ -141,9 +141,14 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
             width = dims.experts * dims.expert_intermediate + dims.shared_intermediate
             matrices += 3 * dims.hidden * width
     if config.bits:
-        # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the
-        # model's precision.
-        item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
+        # 64 weights share a float32 in NF4, and in MLX a scale and a bias in the model's precision;
+        # 8 bits in torch have two scales a row, one of them float32.
+        if in_mlx:
+            item = config.bits / 8 + 2 * weight_bytes / GROUP_SIZE
+        elif config.bits == 4:
+            item = 0.5 + 4 / GROUP_SIZE
+        else:
+            item = 1 + (4 + weight_bytes) / dims.hidden
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)
     if resident:

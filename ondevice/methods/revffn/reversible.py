@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,16 @@ from ondevice.core.errors import TrainingError
 from ondevice.core.traits import check_length
 from ondevice.methods.revffn.couplings import Place, Step, make_coupling
 from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
+from ondevice.methods.revffn.host_bits import HostBits
 from ondevice.methods.revffn.streams import (
     FixedStreams,
     FloatStreams,
-    Mix,
     StreamOverflow,
     Streams,
     calibration_ids,
     check_overflow,
     choose_bits,
+    fixed_streams,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ class Reversible:
         self.blocks = family.dims.layers
         self.iterations: dict[int, Iteration] = {}
         """By step, how the last fixed-point iteration went (`coupling: paper`)."""
+        self.host_bits: HostBits | None = None
+        """What takes the bits next to the streams to the host and back; None leaves them here."""
+        place = family.embedding.weight.device
+        if config.gamma_bits_on == "host" and place.type == "cuda":
+            self.host_bits = HostBits(place)
         self.streams: Streams = FloatStreams(
             torch.bfloat16 if config.streams == "bfloat16" else torch.float64
         )
@@ -154,7 +160,7 @@ class Reversible:
 
     @fraction_bits.setter
     def fraction_bits(self, bits: int) -> None:
-        self.streams = FixedStreams(bits)
+        self.streams = fixed_streams(bits, self.family.embedding.weight.device)
 
     @property
     def exact(self) -> bool:
@@ -201,7 +207,7 @@ class Reversible:
         peaks: list[Tensor] = []
         store = self.config.not_converged == "store" and tree is None
         saved = self._forward(ids_BT, peaks, on_step, store, tree, kept)
-        self._check(peaks)
+        self.check(peaks)
         return saved
 
     @torch.no_grad()
@@ -233,20 +239,22 @@ class Reversible:
                 if number and not graphs:
                     middle = (u, v)
                 branch, graphs[number] = self._with_graph(step, place, v, u)
-                w = self.streams.step(u, v, branch, step.mix, inverted=False)[0]
-                peaks.append(self.streams.peaks(w, branch, step.mix))
+                w, _, peak = self.streams.step(u, v, branch, step.mix, inverted=False)
+                peaks.append(peak)
                 u = v
                 v = w
                 continue
             if self.exact:
                 sums.append(u.sum(dtype=torch.int64))
             branch = self._branch(step, place, v, u)
-            w, bits = self.streams.step(u, v, branch, step.mix)
-            peaks.append(self.streams.peaks(w, branch, step.mix))
+            w, bits, peak = self.streams.step(u, v, branch, step.mix)
+            peaks.append(peak)
             if step.crossed:
                 bits = token_norms(self.streams, u)
+            elif bits is not None and self.host_bits is not None:
+                bits = self.host_bits.sent(bits)
             if bits is not None:
-                side[number] = self._kept(bits, step)
+                side[number] = bits
             if store and bits is not None and step.crossed:
                 iteration = self.iterations[number] = self._solve(step, place, v, w, bits)[1]
                 if not iteration.converged:
@@ -255,7 +263,7 @@ class Reversible:
             v = w
         return Saved(u, v, ids_BT.shape[1], graphs, middle, side, stored, ids_BT, sums)
 
-    def _check(self, peaks: list[Tensor]) -> None:
+    def check(self, peaks: list[Tensor]) -> None:
         """Refuse a forward pass whose fixed-point streams overflow; see `streams.check_overflow`."""
         if self.fraction_bits is not None:
             check_overflow(peaks, [step.place for step in self.steps], self.fraction_bits)
@@ -364,8 +372,10 @@ class Reversible:
         gave."""
         step = self.steps[number]
         u = saved.stored.pop(number, None)
-        side = saved.side.pop(number, None)
-        side = None if side is None else side.to(v.device, non_blocking=True)
+        if self.host_bits is None:
+            side = saved.side.pop(number, None)
+        else:
+            side = self.host_bits.taken(saved.side, number)
         if step.crossed and u is None and side is not None:
             with torch.no_grad():
                 u, iteration = self._solve(step, place, v, w, side)
@@ -406,59 +416,19 @@ class Reversible:
             mix.branch_of(dv).to(graph.dtype),
             materialize_grads=True,
         )
-        # The order of the terms is autograd's: the later step's, this step's sum, this step's
-        # branch.
-        older = mix.past_of(dv)
-        newer = du
-        if mix.present:
-            newer = mix.present * dv if newer is None else newer + mix.present * dv
-        newer = grads[0].float() if newer is None else newer + grads[0]
+        older, newer = self.streams.gradients(mix, du, dv, grads[0])
         count = len(graph.inputs)
         if count == 2:
             older = grads[1].float() if older is None else older + grads[1]
         return older, newer, dict(zip(parameters, grads[count:], strict=True))
-
-    def stored_hidden(self, ids_BT: Tensor) -> Tensor:
-        """Return `hidden` of the same network under autograd, every activation stored: the
-        reference, [B, T, hidden].
-
-        Streams are what they are in `forward`, and next to each goes a float32 tensor that only
-        carries its gradient. So branches see the same numbers in the same shapes, and rounding has
-        gradient 1.
-        """
-        streams = self.streams
-        coupling = self.coupling
-        place = self.place(ids_BT.shape[1])
-        first = coupling.split(self.family.embed(ids_BT))
-        u, v = (streams.from_float(part.detach()) for part in first)
-        old, new = (part.float() for part in first)
-
-        def value(carrier: Tensor, stream: Tensor, dtype: torch.dtype = self.dtype) -> Tensor:
-            return _Value.apply(carrier, streams.to_float(stream, dtype))
-
-        peaks: list[Tensor] = []
-        for step in self.steps:
-            older = None
-            if step.crossed:
-                older = value(old, u)
-            branch = coupling.branch(step, place, value(new, v), older)
-            with torch.no_grad():
-                w, _ = streams.step(u, v, branch.detach(), step.mix)
-                peaks.append(streams.peaks(w, branch.detach(), step.mix))
-            old, new = new, _Sum.apply(old, new, branch, step.mix)
-            u = v
-            v = w
-        self._check(peaks)
-        return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(
-            self.dtype
-        )
 
     def invert(
         self, step: Step, place: Place, v: Tensor, w: Tensor, side: Tensor | None
     ) -> tuple[Tensor, Iteration | None]:
         """Rebuild u from (v, w) without gradients; an iteration is given as it went, converged or
         not."""
-        side = None if side is None else side.to(v.device)
+        if side is not None and self.host_bits is not None:
+            side = self.host_bits.here(side)
         if step.crossed and side is not None:
             return self._solve(step, place, v, w, side)
         return self.streams.inverse_step(
@@ -479,16 +449,6 @@ class Reversible:
             step.mix,
             limit,
             tolerance,
-        )
-
-    def _kept(self, bits: Tensor, step: Step) -> Tensor:
-        """`bits` if they wait for the backward pass: in pinned host memory if the settings
-        say so."""
-        if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
-            return bits
-        # The copies there and back are in the stream that computes, so neither is read too early.
-        return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(
-            bits, non_blocking=True
         )
 
     def place(self, length: int) -> Place:
@@ -512,33 +472,3 @@ class Reversible:
         peaks: list[Tensor] = []
         self._forward(ids, peaks)
         return choose_bits(float(torch.stack(peaks).amax()))
-
-
-class _Value(torch.autograd.Function):
-    """The value of a stream, whose gradient goes to `carrier`."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
-
-
-class _Sum(torch.autograd.Function):
-    """A step's sum as far as gradients go; its value is made by the streams."""
-
-    @staticmethod
-    def forward(ctx: Any, old: Tensor, new: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        ctx.mix = mix
-        ctx.dtype = branch.dtype
-        return new.new_zeros(()).expand(new.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
-        mix: Mix = ctx.mix
-        newer = None
-        if mix.present:
-            newer = mix.present * grad
-        return mix.past_of(grad), newer, mix.branch_of(grad).to(ctx.dtype), None

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
+from ondevice.core.method import has_triton
 from ondevice.runtime_ops import generator
 
 ROOM = 2**30
@@ -62,11 +63,40 @@ class Mix:
         """Return the gradient of u through the sum; None is zero."""
         return None if not self.past else grad if self.past == 1.0 else self.past * grad
 
+    def gradients(
+        self, du: Tensor | None, dv: Tensor, of_branch: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the gradients of (u, v) from those of (v, w) and of v through the branch; None is
+        zero.
+
+        The order of the terms is autograd's: the later step's, this step's sum, this step's branch.
+        """
+        newer = du
+        if self.present:
+            newer = self.present * dv if newer is None else newer + self.present * dv
+        return self.past_of(dv), of_branch.float() if newer is None else newer + of_branch
+
     def branch_of(self, values: Tensor) -> Tensor:
         """Return `values` times the branch's factor."""
         if self.branch == 1.0:
             return values
         return values * self.branch
+
+
+class Stepped(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        w: the sum.
+        side: the bits of u that w does not hold (uint8, packed); None if there are none, or if the
+            step will not be inverted.
+        peaks: largest magnitudes of what was added and of the sum: float32 [2] on the device, in
+            units of the stream.
+    """
+
+    w: Tensor
+    side: Tensor | None
+    peaks: Tensor
 
 
 class Streams(Protocol):
@@ -82,9 +112,8 @@ class Streams(Protocol):
 
     def step(
         self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute w, and the bits of u that w does not hold (uint8, packed) or None; they are only
-        taken if the step is to be `inverted`."""
+    ) -> Stepped:
+        """Compute w and, if the step is to be `inverted`, the bits of u that w does not hold."""
         ...
 
     def inverse_step(
@@ -93,9 +122,10 @@ class Streams(Protocol):
         """Compute u, from what `step` gave and the same branch."""
         ...
 
-    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        """Return largest magnitudes of what was added and of the sum: float32 [2] on the device, in
-        units of the stream."""
+    def gradients(
+        self, mix: Mix, du: Tensor | None, dv: Tensor, of_branch: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return `mix.gradients`."""
         ...
 
 
@@ -118,11 +148,13 @@ class FloatStreams:
 
     def step(
         self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Stepped:
         total = self._added(v, branch, mix)
         if mix.past:
             total = total + (self._wide(u) if mix.past == 1.0 else self._wide(u) * mix.past)
-        return total.to(self.dtype), None
+        w = total.to(self.dtype)
+        added = mix.branch_of(branch.abs().amax().float())
+        return Stepped(w, None, torch.stack((added, w.abs().amax().float())))
 
     def inverse_step(
         self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None
@@ -132,8 +164,10 @@ class FloatStreams:
         rest = self._wide(w) - self._added(v, branch, mix)
         return (rest if mix.past == 1.0 else rest / mix.past).to(self.dtype)
 
-    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        return torch.stack((mix.branch_of(branch.abs().amax().float()), w.abs().amax().float()))
+    def gradients(
+        self, mix: Mix, du: Tensor | None, dv: Tensor, of_branch: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        return mix.gradients(du, dv, of_branch)
 
     def _added(self, v: Tensor, branch: Tensor, mix: Mix) -> Tensor:
         added = mix.branch_of(self._wide(branch))
@@ -161,18 +195,20 @@ class FixedStreams:
 
     def step(
         self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix, inverted: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        added = self._quantised(branch, mix.branch)
+    ) -> Stepped:
+        w = self._quantised(branch, mix.branch)
+        side = None
         if mix.past == 1.0:
-            return added.add_(u), None
-        added.add_(v)
-        if not mix.past:
-            return added, None
-        sign = 1 if mix.past > 0 else -1
-        added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
-        if not inverted:
-            return added, None
-        return added, pack(u, mix.bits)
+            w.add_(u)
+        else:
+            w.add_(v)
+        if mix.bits:
+            sign = 1 if mix.past > 0 else -1
+            w.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
+            if inverted:
+                side = pack(u, mix.bits)
+        added = _largest(branch) * (mix.branch * 2.0**self.fraction_bits)
+        return Stepped(w, side, torch.stack((added, _largest(w))))
 
     def inverse_step(
         self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None
@@ -191,9 +227,10 @@ class FixedStreams:
             return rest
         return rest.bitwise_or_(unpack(side, mix.bits, rest))
 
-    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        added = _largest(branch) * (mix.branch * 2.0**self.fraction_bits)
-        return torch.stack((added, _largest(w)))
+    def gradients(
+        self, mix: Mix, du: Tensor | None, dv: Tensor, of_branch: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        return mix.gradients(du, dv, of_branch)
 
     def _quantised(self, values: Tensor, factor: float) -> Tensor:
         scaled = values.float() * (factor * 2.0**self.fraction_bits)
@@ -205,6 +242,20 @@ def _largest(values: Tensor) -> Tensor:
     its own dtype."""
     low, high = torch.aminmax(values)
     return torch.maximum(-low.float(), high.float())
+
+
+def fixed_streams(fraction_bits: int, device: torch.device) -> FixedStreams:
+    """Return streams of int32, with one kernel for each step on a GPU that has Triton."""
+    if has_triton(device.type):
+        from ondevice.methods.revffn.stream_kernels import TritonStreams
+
+        return TritonStreams(fraction_bits)
+    return FixedStreams(fraction_bits)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the size of `pack`'s result over so many values, bytes."""
+    return sum(-(-count // (8 // width)) for _, width in _fields(bits))
 
 
 def pack(stream: Tensor, bits: int) -> Tensor | None:

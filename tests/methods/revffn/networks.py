@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.revffn.stored import stored_hidden
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.reversible import Reversible
 from ondevice.models import Family, tiny_model
@@ -68,7 +69,7 @@ def stored(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
         return seen[0]
 
     built.family.embed = keep  # type: ignore[method-assign]
-    hidden = built.stored_hidden(ids)
+    hidden = stored_hidden(built, ids)
     built.family.embed = embed  # type: ignore[method-assign]
     named = {name: p for i in range(built.blocks) for name, p in built.block_parameters(i).items()}
     grads = torch.autograd.grad(

@@ -364,7 +364,7 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
     if files.packed:
         raise ModelError(
             f"{files.source.source} is a mixture of experts that is packed already",
-            expected="its published weights, with method.bits: 4",
+            expected="its published weights, with method.bits",
             received="packed weights",
         )
     return {

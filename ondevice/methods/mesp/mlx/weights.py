@@ -349,7 +349,7 @@ class Source:
         parts = matrix_parts(self.settings.bits)
         if f"{name}.scales" in self.of:
             if not self.settings.bits:
-                raise ModelError(f"{self.folder}: packed weights", expected="method.bits: 4")
+                raise ModelError(f"{self.folder}: packed weights", expected="method.bits")
             read = {part: self._file(f"{name}.{part}").read(f"{name}.{part}") for part in parts}
             arrays = {
                 part: array if array.dtype == mx.uint32 else array.astype(self.dtype)

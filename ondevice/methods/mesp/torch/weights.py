@@ -18,7 +18,7 @@ from ondevice.methods.mesp.torch.kernels import Dense, Matrix, Position
 from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.cross_entropy import wide
 from ondevice.nn.layer_inputs import LayerInputs
-from ondevice.nn.packed import Nf4Matrix, PackedLinear
+from ondevice.nn.packed import Int8Matrix, Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -126,7 +126,7 @@ class Resident:
             if isinstance(linear, PackedLinear):
                 matrix: Matrix = linear
             elif bits:
-                matrix = Nf4Matrix.pack(self._on_device(linear.weight.detach()), double=False)
+                matrix = packed(self._on_device(linear.weight.detach()), bits)
                 family.set_linear(i, one.target, PackedLinear(matrix, bias))
             else:
                 matrix = Dense(linear.weight.detach())
@@ -167,6 +167,13 @@ class Resident:
 
     def close(self) -> None:
         """Leave the model to its owner."""
+
+
+def packed(weight: Tensor, bits: int) -> Nf4Matrix | Int8Matrix:
+    """Return a matrix in 4 or 8 bits."""
+    if bits == 4:
+        return Nf4Matrix.pack(weight, double=False)
+    return Int8Matrix.pack(weight)
 
 
 def room_for_matrices(dims: ModelDims, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -367,6 +367,25 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
     assert not isinstance(session(tiny_model()), Replaying)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2"])
+def test_8_bit_weights_give_the_gradients_over_the_rounded_weights(family: str) -> None:
+    ids, labels = rows(3, 24, 2)
+    packed = session(tiny_model(family), bits=8)
+    matrix = packed.weights.blocks[0].linears["o_proj"][0]
+    assert matrix.weight.dtype == torch.int8
+    start = packed.adapter().tensors
+    loss, ours = learned(packed, ids, labels)
+    rounded = tiny_model(family)
+    for layer in range(rounded.dims.layers):
+        for target in rounded.family.targets(layer):
+            linear: Any = rounded.family.linear(layer, target)
+            scale = linear.weight.data.abs().amax(1, keepdim=True) / 127
+            linear.weight.data = (linear.weight.data / scale).round() * scale
+    wanted, theirs = exact(rounded, start, 2.0, ids, labels)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert max(errors(ours, theirs).values()) <= 1e-5
+
+
 def test_micro_batches_give_the_gradients_of_the_whole_batch() -> None:
     ids, labels = rows(5, 24, 2)
     (_, whole), (_, parts) = (
