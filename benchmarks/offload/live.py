@@ -100,6 +100,8 @@ def other(name: str, shape: str, block: torch.Tensor, device: str, liger: bool) 
         return RoundPipe(shape, block, late=name == "roundpipe-late")
     if name.startswith("deepspeed"):
         return Zero(shape, block, device, liger, stage=int(name[-1]))
+    if name in ("superoffload", "zenflow"):
+        return Zero(shape, block, device, liger, form=name)
     raise ValueError(f"unknown variant {name}")
 
 

@@ -281,7 +281,9 @@ class Fsdp2:
     parameters, gradients and moments on the host, bf16 computation, torch's fused AdamW on the CPU
     after the backward pass."""
 
-    def __init__(self, shape: str, block: Tensor, device: str, liger: bool) -> None:
+    def __init__(
+        self, shape: str, block: Tensor, device: str, liger: bool, lock: bool = True
+    ) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -307,7 +309,7 @@ class Fsdp2:
         options: Any = {
             "mesh": init_device_mesh(kind, (world,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda"),
+            "offload_policy": CPUOffloadPolicy(pin_memory=lock and kind == "cuda"),
         }
         for layer in model.model.layers:
             fully_shard(layer, **options)

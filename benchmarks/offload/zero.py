@@ -50,10 +50,13 @@ class _Whole(nn.Module):
 
 class Zero:
     """bf16 computation, float32 masters and moments in host memory (stage 2), weights, too (stage
-    3); DeepSpeed's CPU AdamW after the backward pass. Bucket sizes are those that transformers sets
-    for `auto`."""
+        3); DeepSpeed's CPU AdamW after the backward pass. Bucket sizes are those that transformers sets
+        for `auto`. `form`: `superoffload`, which updates buckets before the norm is known, or `zenflow`,
+    which updates most of the gradients a few steps late."""
 
-    def __init__(self, shape: str, block: Tensor, device: str, liger: bool, stage: int = 3) -> None:
+    def __init__(
+        self, shape: str, block: Tensor, device: str, liger: bool, stage: int = 3, form: str = ""
+    ) -> None:
         try:
             import deepspeed  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -73,7 +76,7 @@ class Zero:
         model.train()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
         place = {"device": "cpu", "pin_memory": cuda}
-        settings = {
+        settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0}},
@@ -84,6 +87,12 @@ class Zero:
                 "stage3_param_persistence_threshold": 10 * hidden, "sub_group_size": 1_000_000_000,
             },
         }  # fmt: skip
+        zero: dict[str, Any] = settings["zero_optimization"]
+        if form == "superoffload":
+            zero["offload_optimizer"] = {**place, "super_offload": True, "cpuadam_cores_perc": 0.8}
+        if form == "zenflow":
+            zero["zenflow"] = {"topk_ratio": 0.05, "select_strategy": "step", "select_interval": 16,
+                               "update_interval": 4, "overlap_step": True}  # fmt: skip
         self.device, self.version = device, deepspeed.__version__
         self.engine: Any = deepspeed.initialize(model=_Whole(model, liger), config=settings)[0]
 
