@@ -50,6 +50,10 @@ log = logging.getLogger("ondevice.planning")
 ADAPTER_TAKEN_OUT = (
     "the adapter of an earlier run is taken out of the model; adapter=RUN would go on from it"
 )
+BASE_STAYS_ROUNDED = (
+    "method.base: {} rounds the weights of the given model in its memory, and they stay rounded; "
+    "load the model again for its own"
+)
 
 
 def options_of(adapter: Any = None, sinks: Any = (), callbacks: Any = (), **others: Any) -> Options:
@@ -170,6 +174,9 @@ def _decide(config: RunConfig, options: Options) -> Decided:
         messages = [config.chosen, *messages]
     if loaded is not None and has_adapter(loaded.model):
         messages = [*messages, ADAPTER_TAKEN_OUT]
+    base = getattr(config.method, "base", None)
+    if loaded is not None and base:
+        messages = [*messages, BASE_STAYS_ROUNDED.format(base)]
     placed = with_placement(config, recorded) if recorded else None
     plan = _plan(config, placement, dims, placed)
     resolved = None
