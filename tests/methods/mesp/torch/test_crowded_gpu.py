@@ -56,15 +56,8 @@ def trained(folder: Path, out: Path) -> tuple[int, str]:
     """Run two steps by the command; return its exit code and what it said."""
     row = json.dumps({"text": "a word or two " * 2000})
     (folder / "rows.jsonl").write_text(f"{row}\n" * ROWS)
-    words = [
-        "train",
-        "--method",
-        "mesp",
-        "--model",
-        folder / "model",
-        "--data",
-        folder / "rows.jsonl",
-    ]
+    words = ["train", "--method", "mesp", "--model", folder / "model"]
+    words += ["--data", folder / "rows.jsonl"]
     words += ["--steps", 2, "--batch-size", ROWS, "--max-length", LENGTH, "--out", out]
     words += ["--dtype", "bfloat16", "--set", "model.device=cuda"]
     done = subprocess.run(
@@ -83,10 +76,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_keeps_what_a_second_process_leaves_room_for(folder: Path) -> None:
     code, said = trained(folder, folder / "empty card")
     assert code == 0 and "method.recompute: none" in said, said
-    with a_process_that_leaves(int(4.5 * GIB)):
+    decided, size = on_card(tiny_model("llama", 1, **SIZES, max_positions=4096).dims, GIB)
+    assert decided.recompute not in ("all", "none")
+    with a_process_that_leaves(size):
         code, said = trained(folder, folder / "crowded card")
     assert code == 0, said
-    assert "method.recompute keeps" in said or "method.recompute: all" in said, said
+    assert "method.recompute keeps" in said, said
 
 
 def test_a_run_that_does_not_fit_next_to_a_second_process_says_so_before_it_begins(
@@ -96,7 +91,8 @@ def test_a_run_that_does_not_fit_next_to_a_second_process_says_so_before_it_begi
     with a_process_that_leaves(GIB):
         code, said = trained(folder, out)
     assert code != 0 and "Traceback" not in said, said
-    assert "does not fit" in said and "recompute" in said, said
+    assert "does not fit this-cuda" in said and "that are free now" in said, said
+    assert "rows of 1024 tokens" in said, said
     assert not list(out.glob("**/adapter_model.safetensors"))
 
 
@@ -132,7 +128,8 @@ def opened(decided: Any) -> Any:
     loaded = tiny_model("llama", 1, **SIZES, max_positions=4096)
     for parameter in loaded.model.parameters():
         parameter.data = parameter.data.bfloat16()
-    loaded.model.cuda()
+    model: Any = loaded.model
+    model.cuda()
     return open_session(loaded, decided, 3, "cuda")
 
 
@@ -169,7 +166,7 @@ def test_memory_in_pieces_ends_a_step_with_what_to_change_and_a_run_goes_on() ->
         del pieces[::2]  # half of the card is free, and no piece is larger than 8 MiB
         with pytest.raises(DoesNotFitError) as refused:
             session.step(*batch(ROWS, LENGTH, 0), 0, 1e-4)
-        assert "method.recompute" in refused.value.hint
+        assert "method.recompute" in str(refused.value.hint)
         pieces.clear()
         session.load_state(before)
         assert np.isfinite(session.step(*batch(ROWS, LENGTH, 0), 0, 1e-4).loss)
