@@ -44,9 +44,9 @@ def verify(
         vector), `min_gradient_cosine` and `median_gradient_cosine` (of tensors), `max_rel_loss_error`,
         `max_abs_adapter_error`. For its zeroth-order one: `steps`, `max_rel_loss_error` (free-running),
         `max_rel_loss_error_replayed` (the runtime's projected gradients fed to both sides), `max_abs_adapter_error`,
-        `gradient_correlation`. For an NPU's: `directions`, `sign_agreement`, `correlation`, `loss_error`,
-        `adapter_error`, `update_error` (of what float32 rounds), `perturbation_scale`, against float32;
-        with several scales, `scales` lists them all.
+        `update_error` (of what float32 rounds), `gradient_correlation`. For an NPU's: `directions`,
+        `sign_agreement`, `correlation`, `loss_error`, `adapter_error`, `update_error`, `perturbation_scale`, against
+        float32; with several scales, `scales` lists them all.
 
     Raises:
         ArtifactError: if the model is not the one that was exported.

@@ -11,6 +11,7 @@ from ondevice.core.errors import ArtifactError
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.core.dims import ModelDims
 
 A_ERROR = 1e-6
 """Largest difference of a frozen A that is accepted: another machine's logarithm and sine have
@@ -18,12 +19,17 @@ other last bits."""
 
 
 def check_fits(
-    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], rank: int, alpha: float
+    adapter: Adapter,
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    alpha: float,
+    dims: ModelDims | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the tensors of an adapter that has a run's rank, alpha and linear layers.
 
     Args:
         shapes: of every tensor that the run has, by the adapter's names.
+        dims: of the run's model, to tell layers that another run would change from others.
 
     Raises:
         ArtifactError: another rank or alpha, layers that the run does not change, or tensors that
@@ -33,14 +39,28 @@ def check_fits(
     linears = {name.rpartition(".lora_")[0] for name in shapes}
     beyond = [linear for linear in adapter.linears if linear not in linears]
     if beyond:
+        hint = (
+            "the method's `target_modules` (and `top_layers`) must be those that the adapter was "
+            f"trained with: [{', '.join(adapter.target_modules)}]"
+        )
+        targets = _targets(dims)
+        if targets and not targets.intersection(linear.rpartition(".")[2] for linear in beyond):
+            hint = f"train a new adapter: those of this model go on {', '.join(sorted(targets))}"
         raise ArtifactError(
             f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
             expected=f"{len(linears)} linear layers",
             received=f"{len(adapter.linears)} linear layers",
-            hint="the method's `target_modules` (and `top_layers`) must be those that the adapter was trained with: "
-            f"[{', '.join(adapter.target_modules)}]",
+            hint=hint,
         )
     return check_shapes(adapter.tensors, shapes)
+
+
+def _targets(dims: ModelDims | None) -> set[str]:
+    """Return the names of linear layers that a run's settings may have; none if not known."""
+    if dims is None:
+        return set()
+    linears = (*dims.linear_list, *dims.expert_list)
+    return {linear.target.rpartition(".")[2] for linear in linears}
 
 
 def check_scale(adapter: Adapter, rank: int, alpha: float) -> None:

@@ -112,10 +112,6 @@ class BlockTraits:
         """Return what mixes the tokens of that layer."""
         return self.mixers[layer] if self.mixers else ATTENDS
 
-    def mixer_number(self, layer: int) -> int:
-        """Return the place of that layer's mixer among those of the model, from 0 in order of the layers."""
-        return list(dict.fromkeys(self.mixers)).index(self.mixer(layer)) if self.mixers else 0
-
     def attends(self, layer: int) -> bool:
         """Return True if attention mixes the tokens of that layer."""
         return self.mixer(layer) == ATTENDS

@@ -154,10 +154,11 @@ void check_sizes(const Manifest& manifest) {
 void check_roles(const Manifest& manifest) {
   static const std::set<std::string> kRoles = {
       "ids",    "labels",     "frozen",    "state",     "counter", "constant", "seed",     "learning_rate", "hidden", "gradient",
-      "targets", "token_scale", "tile_first", "tile_skip", "tile_sums", "length",  "position", "keys",          "values"};
+      "targets", "token_scale", "tile_first", "tile_skip", "tile_sums", "length",  "position", "keys",          "values",
+      "layer_input"};
   for (const auto& [name, function] : manifest.functions) {
     for (const Port& port : function.inputs) {
-      if (kRoles.count(port.role) > 0) continue;
+      if (kRoles.count(port.role) > 0 || port.is_shared()) continue;
       throw Refused("function " + name + " takes " + quoted(port.role) + ", which this host does not compute");
     }
   }
@@ -197,8 +198,12 @@ void check_hashes(const Manifest& manifest) {
 
 std::string Port::key() const {
   static const std::set<std::string> kSeveral = {"state", "counter", "constant", "tile_sums"};
-  return kSeveral.count(role) > 0 ? role + " " + name : role;
+  return kSeveral.count(role) > 0 || is_shared() ? role + " " + name : role;
 }
+
+bool Port::is_shared() const { return role == "shared_keys" || role == "shared_values" || is_shared_gradient(); }
+
+bool Port::is_shared_gradient() const { return role == "keys_gradient" || role == "values_gradient"; }
 
 std::string of_layer(std::string name, int64_t layer) {
   constexpr const char* kMark = "{layer}";

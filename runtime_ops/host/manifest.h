@@ -17,6 +17,9 @@ struct Port {
 
   // By which a call binds it: the role, with the name if a function has several of the role.
   std::string key() const;
+  // Keys or values that one block gives to others, or the sum of their gradients so far.
+  bool is_shared() const;
+  bool is_shared_gradient() const;
 };
 
 struct Function {

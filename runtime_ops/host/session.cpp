@@ -118,11 +118,28 @@ bool Session::shares_products() const {
   return largest >= kSharedProduct;
 }
 
-Outputs Session::call(const std::string& plain, const Inputs& given, int64_t layer, int64_t first) {
+// What a block reads in addition to its input; `own` keeps what is computed for it.
+View Session::handed(const Port& port, const std::string& name, int64_t layer, Pass* pass, std::vector<Floats>& own) {
+  if (pass != nullptr && port.role == "layer_input") {
+    Outputs outputs = call("layer_input_" + pass->size, pass->read, layer);
+    own.push_back(std::move(take(outputs, "layer_input", static_cast<size_t>(elements(port.shape)))));
+    return view(own.back());
+  }
+  if (pass != nullptr && port.is_shared()) {
+    if (port.is_shared_gradient()) pass->shared.try_emplace(port.key(), static_cast<size_t>(elements(port.shape)), 0.0f);
+    const auto found = pass->shared.find(port.key());
+    if (found != pass->shared.end()) return view(found->second);
+  }
+  throw Failure(Kind::kArtifact, name + " takes an input that this host does not know: " + port.key(), "", "",
+                "use the version of the host that wrote the artifact");
+}
+
+Outputs Session::call(const std::string& plain, const Inputs& given, int64_t layer, int64_t first, Pass* pass) {
   const bool twice = fused_ && manifest_.functions.count(kFused + plain) > 0;
   const std::string name = twice ? kFused + plain : plain;
   const Function& function = manifest_.function(name);
   std::vector<View> inputs;
+  std::vector<Floats> own;
   for (const Port& port : function.inputs) {
     if (port.role == "frozen") {
       const Place* known = weights_->find(of_layer(port.name, layer));
@@ -141,16 +158,16 @@ Outputs Session::call(const std::string& plain, const Inputs& given, int64_t lay
       inputs.push_back({values.data() + static_cast<size_t>(layer) * size, size * sizeof(float)});
     } else {
       const auto found = given.find(port.key());
-      if (found == given.end()) {
-        throw Failure(Kind::kArtifact, name + " takes an input that this host does not know: " + port.key(), "", "",
-                      "use the version of the host that wrote the artifact");
-      }
-      inputs.push_back(found->second);
+      inputs.push_back(found == given.end() ? handed(port, name, layer, pass, own) : found->second);
     }
   }
   std::vector<Floats> results = program_.call(name, layer, inputs);
   Outputs outputs;
-  for (size_t i = 0; i < results.size(); ++i) outputs[function.outputs[i].key()] = std::move(results[i]);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Port& port = function.outputs[i];
+    Outputs& place = pass != nullptr && port.is_shared() ? pass->shared : outputs;
+    place[port.key()] = std::move(results[i]);
+  }
   return outputs;
 }
 
@@ -162,9 +179,10 @@ double Session::step(const Batch& batch, int64_t step, double learning_rate) {
   const auto count_x = static_cast<size_t>(batch.rows * batch.tokens * width_);
   Outputs first = call("embed_" + size, {{"ids", view(batch.ids)}});
   Floats x = std::move(take(first, "hidden", count_x));
+  Pass pass{size, {{"ids", view(batch.ids)}, {"hidden", view(x)}}, {}};  // x stays where it is until the step ends
   for (int64_t layer = 0; layer < manifest_.layers; ++layer) {
     inputs.push_back(std::move(x));
-    Outputs next = call("block_forward_" + size + manifest_.kind(layer), {{"hidden", view(inputs.back())}}, layer);
+    Outputs next = call("block_forward_" + size + manifest_.kind(layer), {{"hidden", view(inputs.back())}}, layer, 0, &pass);
     x = std::move(take(next, "hidden", count_x));
   }
   const int64_t count = std::max<int64_t>(1, batch.trained_tokens());
@@ -188,7 +206,7 @@ double Session::step(const Batch& batch, int64_t step, double learning_rate) {
   for (int64_t layer = manifest_.layers - 1; layer >= 0; --layer) {
     scalars["hidden"] = view(inputs.back());
     scalars["gradient"] = view(gradient);
-    Outputs outputs = call("block_backward_" + size + manifest_.kind(layer), scalars, layer);
+    Outputs outputs = call("block_backward_" + size + manifest_.kind(layer), scalars, layer, 0, &pass);
     gradient = std::move(take(outputs, "gradient", count_x));
     inputs.pop_back();
     for (const StateTensor& tensor : manifest_.state) {

@@ -18,6 +18,13 @@ using State = std::map<std::string, Floats>;
 using Inputs = std::map<std::string, View>;
 using Outputs = std::map<std::string, Floats>;
 
+// A way through the layers and back: what a layer's own input is made of, and what blocks hand to each other.
+struct Pass {
+  std::string size;
+  Inputs read;
+  Outputs shared;
+};
+
 class Session {
  public:
   // Failure if the weights' file is damaged or of another model.
@@ -38,7 +45,9 @@ class Session {
     Floats gradient;  // [N, D], of the mean
   };
 
-  Outputs call(const std::string& name, const Inputs& given, int64_t layer = 0, int64_t first = 0);
+  Outputs call(const std::string& name, const Inputs& given, int64_t layer = 0, int64_t first = 0,
+               Pass* pass = nullptr);
+  View handed(const Port& port, const std::string& name, int64_t layer, Pass* pass, std::vector<Floats>& own);
   Head head(const Floats& x, const Batch& batch, double weight);
   Head fused_head(const Floats& x, const Batch& batch, double weight);
   void tile(const std::string& name, std::map<std::string, Floats>& values, const Inputs& given, int64_t first,

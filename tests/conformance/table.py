@@ -487,6 +487,7 @@ MLX = (
         loss_error=2e-5,  # differences of products in a delta rule; PyTorch's float32 is as far
         adapter_error=2e-4,
     ),
+    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4, **GEMMA4),
     Row(
         "mesp",
         "apple-mlx",
@@ -556,15 +557,19 @@ def claims() -> list[tuple[str, str, str]]:
     return list(dict.fromkeys((row.method, row.backend, row.claim) for row in TABLE if row.claimed))
 
 
-def families_markdown() -> str:
-    """The page on models: each family, and what runs it in a row of this table."""
+def family_of(row: Row) -> str:
+    """Return the family of the model that a row runs."""
     from tests.programs import ALL, MODELS
 
+    return MODELS[ALL[row.program][0]]["family"] if row.program else row.family
+
+
+def families_markdown() -> str:
+    """The page on models: each family, and what runs it in a row of this table."""
     of_family: dict[str, dict[str, set[str]]] = {}
     for row in TABLE:
-        family = MODELS[ALL[row.program][0]]["family"] if row.program else row.family
         if row.claimed:
-            of_family.setdefault(family, {}).setdefault(row.method, set()).add(row.backend)
+            of_family.setdefault(family_of(row), {}).setdefault(row.method, set()).add(row.backend)
     methods = list(dict.fromkeys(row.method for row in TABLE))
     lines = [
         "| Family | " + " | ".join(f"`{method}`" for method in methods) + " |",

@@ -39,7 +39,16 @@ from tests.conformance.plain import (
     PlainRevffn,
     PlainSubspace,
 )
-from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims
+from tests.conformance.table import (
+    ARTIFACTS,
+    LEARNING_RATE,
+    STEPS,
+    TABLE,
+    Row,
+    claims,
+    family_of,
+)
+from tests.exits import table as exits
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, marks, model, needs_qnn, program
 
@@ -392,3 +401,19 @@ def test_every_method_and_target_is_in_the_table() -> None:
     assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == {
         *target_names()
     }
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "lfm2", "qwen3_5_text"])
+def test_blocks_known_by_hand_run_in_torch_mlx_android_and_slideformer_and_are_read_from_gguf(
+    family: str,
+) -> None:
+    rows = {(row.method, row.backend) for row in TABLE if row.claimed and family_of(row) == family}
+    assert rows >= {
+        ("mesp", "torch-cpu"),
+        ("mesp", "mlx-cpu"),
+        ("mesp", "apple-mlx"),
+        ("mesp", "android-cpu"),
+        ("slideformer", "torch-cpu"),
+    }
+    assert family in (*exits.FAMILIES, *exits.MORE)
+    assert "gguf" in exits.READERS and ("gguf", family) not in exits.WITHOUT

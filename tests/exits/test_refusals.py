@@ -68,6 +68,7 @@ def test_an_older_adapter_on_the_dense_mlp_of_a_mixture(tmp_path: Path) -> None:
         with pytest.raises(ArtifactError) as caught:
             session.load_adapter(load_adapter(tmp_path / "old"))
         assert "model.layers.0.feed_forward.w1" in caught.value.message
+        assert "train a new adapter" in caught.value.hint and "in_proj" in caught.value.hint
     with pytest.raises(ModelError) as unknown:
         open_session(
             load_model(str(folder)),

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <stdexcept>
 
@@ -9,7 +10,7 @@
 namespace ondevice {
 namespace {
 
-constexpr int kFormat = 2;
+constexpr int kFormat = 2, kHandsOn = 3;  // 3: blocks read more than the residual stream
 
 Instructions instructions_of(const Json& json) {
   Instructions found;
@@ -110,7 +111,9 @@ void Block::announce() const {
 
 Program::Program(const std::string& folder, bool streamed)
     : json(read_json(folder + "/program.json")) {
-  if (json.at("format") != kFormat) throw std::runtime_error(folder + ": a program of another format");
+  if (int format = json.at("format"); format != kFormat && format != kHandsOn) {
+    throw std::runtime_error(folder + ": a program of another format");
+  }
   std::string written = json.at("mlx_version");
   if (written != mx::version()) {
     throw std::runtime_error(folder + " is of another version of MLX: expected " + std::string(mx::version()) +
@@ -128,6 +131,7 @@ Program::Program(const std::string& folder, bool streamed)
   final_norm_backward = instructions_of(lists.at("final_norm_backward"));
   loss = instructions_of(lists.at("loss"));
   loss_only = instructions_of(lists.at("loss_only"));
+  layer_input = instructions_of(lists.value("layer_input", Json::array()));
   for (const auto& [length, bucket] : json.at("lengths").items()) {
     std::vector<Lists> lists = {{instructions_of(bucket.at("forward")), instructions_of(bucket.at("backward"))}};
     for (const Json& other : bucket.value("others", Json::array())) {
@@ -136,6 +140,8 @@ Program::Program(const std::string& folder, bool streamed)
     buckets.emplace(std::stoi(length), Bucket{bucket.at("loss_rows"), std::move(lists)});
   }
   kinds = json.value("kinds", std::vector<int>(layers, 0));
+  key_layers = json.value("key_layers", std::vector<int>());
+  for (int i = static_cast<int>(key_layers.size()); i < layers; ++i) key_layers.push_back(i);
   bool gpu = mx::default_device() == mx::Device::gpu;
   functions = std::make_unique<Functions>(folder + (gpu ? "/functions-gpu" : "/functions"), json.at("functions"),
                                           written);
@@ -144,6 +150,8 @@ Program::Program(const std::string& folder, bool streamed)
   table = std::make_unique<Block>(weights + "table.safetensors", streamed);
   final = std::make_unique<Block>(weights + "final.safetensors", streamed);
 }
+
+bool Program::lends_keys(int layer) const { return std::count(key_layers.begin(), key_layers.end(), layer) > 1; }
 
 Arrays run(Program& program, const Instructions& instructions, Arrays held, Block& weights, const Arrays& adapter,
            const std::string& head_name, const Update& update) {

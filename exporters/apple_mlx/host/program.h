@@ -82,12 +82,16 @@ struct Program {
   std::vector<LoraParameters> lora_parameters;
   std::unordered_map<int, Bucket> buckets;
   Instructions embed, final_norm, final_norm_backward, loss, loss_only;
+  Instructions layer_input;  // empty if no layer reads embeddings of its own
   std::unique_ptr<Functions> functions;
   std::vector<std::unique_ptr<Block>> blocks;
   std::unique_ptr<Block> table, final;
   std::string head;  // the table's name of the output head
   int layers, batch_size;
-  std::vector<int> kinds;  // of each layer, the kind of its block
+  std::vector<int> kinds;       // of each layer, the kind of its block
+  std::vector<int> key_layers;  // of each layer, the one whose keys and values it attends to
+
+  bool lends_keys(int layer) const;
 };
 
 using Update = std::function<void(const std::string& target, const mx::array& a, const mx::array& b)>;

@@ -41,13 +41,59 @@ mx::array Trainer::embed(const Batch& batch) {
     rows.emplace("rows." + part, program_.table->rows("embedding." + part, batch.ids));
   }
   Arrays made = run(program_, program_.embed, std::move(rows), *program_.table, {});
-  return mx::reshape(made.at("x"), {batch.rows, batch.length, -1});
+  mx::array x = mx::reshape(made.at("x"), {batch.rows, batch.length, -1});
+  shared_.clear();
+  if (!program_.layer_input.empty()) {
+    ids_ = batch.ids;
+    embedded_.insert_or_assign("x", x);
+  }
+  return x;
+}
+
+Arrays Trainer::inputs(int layer) {
+  Arrays found;
+  if (!program_.layer_input.empty()) {
+    Arrays given = embedded_;
+    for (const std::string& part : program_.json.at("parts").get<Texts>()) {
+      given.emplace("rows." + part, program_.blocks[layer]->rows("layer_rows." + part, ids_));
+    }
+    found = run(program_, program_.layer_input, std::move(given), *program_.blocks[layer], {});
+  }
+  if (int lender = program_.key_layers.at(layer); lender != layer) {
+    for (const char* name : {"k", "v"}) found.insert_or_assign(name, shared_.at(lender).at(name));
+  }
+  return found;
 }
 
 mx::array Trainer::forward(int layer, const Bucket& bucket, const mx::array& x) {
   if (layer + 1 < program_.layers) program_.blocks[layer + 1]->announce();
   const Lists& lists = bucket.of_kind.at(program_.kinds.at(layer));
-  return run(program_, lists.forward, {{"x", x}}, *program_.blocks[layer], adapter_[layer]).at("x");
+  Arrays given = inputs(layer);
+  given.emplace("x", x);
+  Arrays left = run(program_, lists.forward, std::move(given), *program_.blocks[layer], adapter_[layer]);
+  if (program_.lends_keys(layer)) shared_[layer] = {{"k", left.at("k")}, {"v", left.at("v")}};
+  return left.at("x");
+}
+
+mx::array Trainer::backward(int layer, const Bucket& bucket, Arrays given) {
+  if (layer > 0) program_.blocks[layer - 1]->announce();
+  given.merge(inputs(layer));
+  int lender = program_.key_layers.at(layer);
+  auto shared = shared_.find(lender);
+  if (shared != shared_.end()) {
+    for (const std::string name : {"k", "v"}) {
+      auto sum = shared->second.find("g." + name);
+      bool first = sum == shared->second.end();
+      given.emplace("g." + name, first ? mx::zeros(shared->second.at(name).shape(), mx::float32) : sum->second);
+    }
+  }
+  auto take = [&](const std::string& target, const mx::array& a, const mx::array& b) { update(layer, target, a, b); };
+  const Lists& lists = bucket.of_kind.at(program_.kinds.at(layer));
+  Arrays left = run(program_, lists.backward, std::move(given), *program_.blocks[layer], adapter_[layer], "", take);
+  if (shared != shared_.end() && lender != layer) {
+    for (const char* name : {"g.k", "g.v"}) shared->second.insert_or_assign(name, left.at(name));
+  }
+  return left.at("g");
 }
 
 double Trainer::step(const Batch& batch, double learning_rate) {
@@ -67,20 +113,17 @@ double Trainer::step(const Batch& batch, double learning_rate) {
   }
   scalars_.emplace("rate", scalar(rate));
 
-  std::vector<mx::array> inputs = {embed(batch)};
-  for (int layer = 0; layer < program_.layers; ++layer) inputs.push_back(forward(layer, shape, inputs.back()));
-  mx::array x = inputs.back(), g = x;
-  inputs.pop_back();
+  std::vector<mx::array> kept = {embed(batch)};
+  for (int layer = 0; layer < program_.layers; ++layer) kept.push_back(forward(layer, shape, kept.back()));
+  mx::array x = kept.back(), g = x;
+  kept.pop_back();
   double sum = loss(x, batch, shape.loss_rows, &g);
   x = g;  // the last block's output may go
   for (int layer = program_.layers - 1; layer >= 0; --layer) {
-    if (layer > 0) program_.blocks[layer - 1]->announce();
-    Arrays given = {{"x", inputs.back()}, {"g", g}};
-    inputs.pop_back();
+    Arrays given = {{"x", kept.back()}, {"g", g}};
+    kept.pop_back();
     x = g = scalar(0);
-    auto take = [&](const std::string& target, const mx::array& a, const mx::array& b) { update(layer, target, a, b); };
-    const Lists& lists = shape.of_kind.at(program_.kinds.at(layer));
-    g = run(program_, lists.backward, std::move(given), *program_.blocks[layer], adapter_[layer], "", take).at("g");
+    g = backward(layer, shape, std::move(given));
   }
   return sum;
 }

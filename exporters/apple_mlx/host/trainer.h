@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "program.h"
@@ -31,6 +32,10 @@ class Trainer {
   const Bucket& bucket(const Batch& batch) const;
   mx::array embed(const Batch& batch);
   mx::array forward(int layer, const Bucket& bucket, const mx::array& x);
+  // Takes x and g, the gradient of the block's output, so that they can go; gives that of its input.
+  mx::array backward(int layer, const Bucket& bucket, Arrays given);
+  // What a block reads in addition to the residual stream: its layer's input, and another layer's keys and values.
+  Arrays inputs(int layer);
   // The summed loss; with `gradient`, the gradient of x for (sum / labelled).
   double loss(const mx::array& x, const Batch& batch, int loss_rows, mx::array* gradient);
   void update(int layer, const std::string& target, const mx::array& a, const mx::array& b);
@@ -40,6 +45,11 @@ class Trainer {
   Program program_;
   std::vector<Arrays> adapter_;
   Arrays first_, second_, scalars_;
+  // Of the pass: the tokens and the first block's input, if layers have inputs of their own; and by layer the keys and
+  // values that later layers read, with the sums of their gradients.
+  std::vector<int> ids_;
+  Arrays embedded_;
+  std::unordered_map<int, Arrays> shared_;
   int steps_ = 0;
 };
 

@@ -102,7 +102,8 @@ class LoraSession(AdamWSession):
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.all_tensors.items()}
-        tensors = check_fits(adapter, shapes, self.config.rank, self.config.alpha)
+        config = self.config
+        tensors = check_fits(adapter, shapes, config.rank, config.alpha, self.loaded.dims)
         for name, parameter in self.all_tensors.items():
             parameter.copy_(torch.from_numpy(tensors[name]))
 

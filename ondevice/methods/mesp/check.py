@@ -25,10 +25,6 @@ EXPERTS = "experts"
 _TRAITS = tuple(field.name for field in fields(BlockTraits))
 IN_TORCH = IN_MLX = (*_TRAITS, EXPERTS)
 """Traits that the stages in PyTorch and in MLX know."""
-_BY_LAYER = ("head_dims", "key_heads", "mlp_widths", "key_layers", "keys_as_values",
-             "value_norm", "layer_input", "output_scale", "logit_cap")  # fmt: skip
-IN_STAGES = tuple(name for name in IN_MLX if name not in _BY_LAYER)
-"""Traits that a program of MLX's stages knows, whose hosts run one list for each mixer."""
 IN_BLOCKS = (*_TRAITS, EXPERTS)
 """Traits that block programs know."""
 

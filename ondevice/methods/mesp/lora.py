@@ -140,7 +140,7 @@ def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int,
 
 
 def check_adapter(
-    adapter: Adapter, parameters: tuple[LoraParameters, ...], config: MespConfig
+    adapter: Adapter, parameters: tuple[LoraParameters, ...], config: MespConfig, dims: ModelDims
 ) -> dict[str, np.ndarray]:
     """Return the tensors of an adapter that is exactly of this run's shape.
 
@@ -149,7 +149,7 @@ def check_adapter(
             not change.
     """
     shapes = {name: shape for lora in parameters for name, shape in lora.shapes.items()}
-    return check_fits(adapter, shapes, config.rank, config.alpha)
+    return check_fits(adapter, shapes, config.rank, config.alpha, dims)
 
 
 @dataclass(frozen=True)

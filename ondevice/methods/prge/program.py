@@ -34,6 +34,7 @@ from ondevice.methods.prge.modules import (
     SetState,
     TrainStep,
 )
+from ondevice.methods.prge.rounding import update_limit
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import read_factors
 from ondevice.methods.prge.subspace_program import (
@@ -250,8 +251,9 @@ def compare(
 
     Values: `max_rel_loss_error` free-running, each side following its own projected gradients;
     `max_rel_loss_error_replayed`, the runtime's fed to both sides; `max_abs_adapter_error` and
-    `max_abs_adapter_error_free` of the adapter after the steps; `gradient_correlation` of the
-    projected gradients at the same adapter (NaN below three directions).
+    `max_abs_adapter_error_free` of the adapter after the steps; `update_error`, the first of these as
+    a part of the steps' `update_limit`; `gradient_correlation` of the projected gradients
+    at the same adapter (NaN below three directions).
     """
     program: PrgeProgram = built.eager
     free = replayed = state_of(session, program)
@@ -259,6 +261,7 @@ def compare(
     received: list[float] = []
     expected: list[float] = []
     steps = 0
+    limit: Tensor | float = 0.0
     with torch.inference_mode():
         for tokens, result, scalars in stepping(session, batches, learning_rate):
             losses, gradients, *free = program.stepped(*tokens, free, *scalars)
@@ -269,19 +272,24 @@ def compare(
             received += result.projected_gradients
             expected += gradients.tolist()
             own = torch.tensor(result.projected_gradients, dtype=torch.float32)
+            allowed = update_limit(program, replayed[0], own, *scalars)
+            # What a step rounded stays in the adapter as it is; Adam's limit is of all steps.
+            limit = allowed if program.config.optimizer == "adam" else limit + allowed
             replayed = program.update(replayed, own, *scalars)
             steps += 1
     flat = session.state()["adapter"]
-    adapter_error = float(np.abs(flat - replayed[0].numpy()).max())
+    errors_P = (torch.from_numpy(flat) - replayed[0]).abs()
+    update_error = float((errors_P / limit).max())
     values = {
         "steps": steps,
         "max_rel_loss_error": free_error,
         "max_rel_loss_error_replayed": replay_error,
-        "max_abs_adapter_error": adapter_error,
+        "max_abs_adapter_error": float(errors_P.max()),
+        "update_error": update_error,
         "max_abs_adapter_error_free": float(np.abs(flat - free[0].numpy()).max()),
         "gradient_correlation": correlation(received, expected),
     }
-    errors = {"loss": replay_error, "loss_free": free_error, "update": adapter_error}
+    errors = {"loss": replay_error, "loss_free": free_error, "update": update_error}
     return Agreement(values, errors)
 
 

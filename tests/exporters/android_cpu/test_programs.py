@@ -43,7 +43,9 @@ def test_verify_holds_a_program_against_eager(name) -> None:
     assert result["ok"] and result["steps"] == 7 and json.dumps(result)
     assert result["max_rel_loss_error"] <= (5e-2 if loose else 1e-4)
     assert result["max_rel_loss_error_replayed"] <= (5e-2 if loose else 2e-6)
-    assert result["max_abs_adapter_error"] <= 1e-6
+    assert result["update_error"] <= 1  # see `prge.rounding`
+    if config(name).method.optimizer == "adam":  # no product of gradients, which may be large
+        assert result["max_abs_adapter_error"] <= 1e-6
     assert result["gradient_correlation"] >= (0.9 if loose else 0.99999)
 
 

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ondevice.api import export as artifacts
@@ -145,6 +146,23 @@ def test_verify_notices_losses_that_are_no_numbers(first, monkeypatch) -> None:
 
     monkeypatch.setattr(ExecutorchSession, "step", broken)
     assert verify(program("functional"), steps=2)["ok"] is False
+
+
+def test_verify_notices_an_update_beyond_what_float32_rounds(monkeypatch) -> None:
+    """The last update is nearly 1e-5 off, which no loss shows and a fixed limit allowed."""
+    folder = program("functional")
+    step = ExecutorchSession.step
+
+    def skewed(session, ids, labels, number, rate):
+        result = step(session, ids, labels, number, rate)
+        if number == 1:
+            session._state["adapter"] = session._state["adapter"] + np.float32(9e-6)
+        return result
+
+    monkeypatch.setattr(ExecutorchSession, "step", skewed)
+    result = verify(folder, steps=2)
+    assert not result["ok"] and result["update_error"] > 1
+    assert result["max_rel_loss_error_replayed"] <= 1e-5 and result["max_abs_adapter_error"] <= 1e-5
 
 
 def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:

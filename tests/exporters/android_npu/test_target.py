@@ -26,6 +26,7 @@ from ondevice.exporters.android_npu.target import TOLERANCE, AndroidNpu
 from ondevice.exporters.base import beyond, random_batches
 from ondevice.methods.prge import npu
 from ondevice.methods.prge.program import build_program
+from ondevice.methods.prge.rounding import update_limit
 from ondevice.models import load_model, save_tiny
 from ondevice.runtime_ops import generator
 from tests.programs import NPU, config, marks, needs_qnn, program, report
@@ -84,7 +85,7 @@ def test_an_update_may_err_by_what_float32_rounds_and_no_more(size) -> None:
     scalars = (seed, step, torch.tensor([0.05]))
     z = generator.normal(4, 3, 0, 2, 0, count).astype(np.float64)
     change = 0.025 * (gradients.numpy()[:, None] * z).sum(0)
-    limit = npu.update_limit(reference, adapter, gradients, *scalars).numpy()
+    limit = update_limit(reference, adapter, gradients, *scalars).numpy()
     updated = reference.apply_update(adapter, gradients, *scalars).numpy()
     assert (np.abs(updated - (adapter.numpy() - change)) <= limit).all() and (limit > 0).all()
     if size:

@@ -38,7 +38,7 @@ class CachedStages:
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """Run `stage` as if the earlier tokens were in its inputs, too."""
-        if stage == "rope":
+        if stage in ("rope", "rope_queries"):
             return self.stages.call(stage, arrays | {"offset": self.read})
         if stage == "attend":
             return self.stages.call(stage, arrays | self._after("k", "v", arrays=arrays, axis=2))

@@ -55,17 +55,19 @@ LAYER_INPUT = ("layer_gate", "layer_out")
 """Linear layers of the branch behind the MLP."""
 DELTA_PROJECTIONS = ("qkv", "z", "b", "a")
 """Arrays that the linear layers of a gated delta rule give."""
-MIX_FROM = ("rope", "convolve", "convolve_alone")
+MIX_FROM = ("rope", "rope_queries", "convolve", "convolve_alone")
 """The stage of each mixer in which tokens first see others."""
 WHOLE = [(0, 0)]
 """The one chunk of a convolution's tokens."""
 BY_LENGTH = ("forward", "backward")
 ANY_LENGTH = ("embed", "final_norm", "final_norm_backward", "loss", "loss_only")
 """Names of the lists, those of a block first."""
+LAYER_INPUT_LIST = "layer_input"
+"""The list of what a layer reads of a token's own embedding for it; all layers have one list."""
 _RESULTS = {
     "forward": ("x",), "backward": ("g",), "embed": ("x",), "final_norm": ("hn",),
     "final_norm_backward": ("g",), "loss": ("nll", "gh"), "loss_only": ("nll",),
-    "layer_input": ("input.weight",),
+    LAYER_INPUT_LIST: ("input.weight",),
 }  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def of(
         listed = _forward(settings, length_tokens, row_tokens)
     elif name == "backward":
         listed = _backward(settings, length_tokens)
-    elif name == "layer_input":
+    elif name == LAYER_INPUT_LIST:
         inputs = _same("x", "layer_input_norm.weight") | _parts(settings, "rows")
         inputs |= _parts(settings, "layer_projection")
         listed = [Instruction(name, inputs, {"input": "input.weight"})]
@@ -310,8 +312,10 @@ def _attention(settings: Settings, length_tokens: int) -> list[Instruction]:
     for inputs, outputs, target in _projections(settings):
         stage = _project(settings, target)
         listed.append(Instruction(stage, inputs, outputs, evaluate=False))
-    rotated = ("q",) if settings.borrows_keys else ("q", "k")
-    listed.append(Instruction("rope", _same(*rotated) | _rope(settings), _named(*rotated)))
+    stage, rotated = "rope", ("q", "k")
+    if settings.borrows_keys:
+        stage, rotated = "rope_queries", ("q",)
+    listed.append(Instruction(stage, _same(*rotated) | _rope(settings), _named(*rotated)))
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
@@ -470,11 +474,11 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
         listed.append(Instruction("attend_backward", inputs, outputs))
     # A rotation is linear: at any q and k of this shape it has the same gradient.
     inputs = _same("q", *_numbered("g.q", chunks)) | _rope(settings)
-    rotated = ["g.q"]
+    stage, rotated = "rope_queries_backward", ["g.q"]
     if not settings.borrows_keys:
+        stage, rotated = "rope_backward", ["g.q", "g.k"]
         inputs |= _same("k", "g.k")
-        rotated.append("g.k")
-    listed.append(Instruction("rope_backward", inputs, _named(*rotated)))
+    listed.append(Instruction(stage, inputs, _named(*rotated)))
     # n is computed again here, so that it takes no memory while attention's gradients are computed.
     listed.append(_attention_norm(settings))
     for number, (inputs, names, target) in enumerate(_projections(settings)):

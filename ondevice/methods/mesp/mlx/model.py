@@ -3,7 +3,7 @@ after the blocks, and a batch's way through all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -111,8 +111,9 @@ class Model:
         loss_tiles: of the vocabulary.
         loss_chunk_tokens: label tokens whose logits exist at once; None is all.
         functions: the stages, if not Python's.
-        written: an artifact's instructions by name, length and the number of a block's mixer; else
-            they follow from `settings`.
+        written: an artifact's instructions by name, length and kind of block; else they follow from
+            `settings`.
+        kinds: of each layer, the kind of its block in `written`.
         fixed_chunks: pad each chunk of label tokens to `loss_chunk_tokens`.
         clear: give back what MLX's allocator keeps after every evaluation.
 
@@ -132,12 +133,14 @@ class Model:
         loss_chunk_tokens: int | None = None,
         functions: Functions | None = None,
         written: dict[tuple[str, int, int], list[Instruction]] | None = None,
+        kinds: Sequence[int] = (),
         fixed_chunks: bool = False,
         clear: bool = True,
     ) -> None:
         self.settings = settings
         self.weights = weights
         self.written = written
+        self.kinds = kinds
         self.interpreter = Interpreter(functions or own_stages(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
         self.chunk_tokens = loss_chunk_tokens
@@ -153,11 +156,8 @@ class Model:
     ) -> list[Instruction]:
         """Return the instructions of that name, for sequences of that length; those of a block are
         of `layer`'s kind. See `instructions.of`."""
-        traits = self.settings.dims.traits
         if self.written is not None:
-            return self.written[
-                name, length_tokens, traits.mixer_number(layer) * bool(length_tokens)
-            ]
+            return self.written[name, length_tokens, self.kinds[layer] if length_tokens else 0]
         settings = self.settings.at(layer)
         return instructions.of(name, settings, self.tiles, length_tokens, row_tokens)
 
@@ -184,7 +184,7 @@ class Model:
             inputs = {"x": self.embedded}
             for part in self.weights.parts:
                 inputs[f"rows.{part}"] = block.rows(f"layer_rows.{part}", self.ids)
-            listed = self.listed("layer_input", layer=layer)
+            listed = self.listed(instructions.LAYER_INPUT_LIST, layer=layer)
             found = self.interpreter.run(listed, inputs, block, {})
         if not traits.has_keys(layer):
             keys = self.shared[traits.key_layer(layer)]

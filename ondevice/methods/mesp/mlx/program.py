@@ -16,17 +16,18 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.dims import ModelDims
-from ondevice.core.errors import ArtifactError, ModelError
+from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import Manifest, ProgramMethod, TensorPort
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.core.untrusted import read_object, well_formed
-from ondevice.methods.mesp.check import IN_MLX, IN_STAGES, check_family, check_mlx_settings
+from ondevice.methods.mesp.check import IN_MLX, check_family, check_mlx_settings
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx.instructions import (
     ANY_LENGTH,
     BY_LENGTH,
+    LAYER_INPUT_LIST,
     Instruction,
     Operand,
     update,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights"
 FORMAT = 2
+HANDS_ON = 3
+"""The format if blocks read more than the residual stream, which older hosts do not give them."""
 Arrays = tuple[tuple[str, tuple[int, ...], Any], ...]
 """Name, shape and dtype of arrays, by name."""
 
@@ -121,11 +124,11 @@ def _ports(arrays: Arrays) -> tuple[TensorPort, ...]:
 def record(
     model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]
 ) -> Recording:
-    """Run one step of each bucket through the first blocks, until every mixer was there, the loss
+    """Run one step of each bucket through the first blocks, until every kind was there, the loss
     and the optimizer; nothing of `model` changes."""
     recording = Recording(model.interpreter.functions)
     weights = model.weights
-    count = 1 + max(_first_layers(model.settings.dims))
+    count = 1 + max(_first_layers(kinds_of(model, lengths_tokens)))
     first = Weights(
         weights.blocks[:count],
         weights.table,
@@ -149,10 +152,26 @@ def record(
     return recording
 
 
-def _first_layers(dims: ModelDims) -> list[int]:
-    """List the first layer with each mixer, in order of `BlockTraits.mixer_number`."""
-    numbers = [dims.traits.mixer_number(layer) for layer in range(dims.layers)]
-    return [numbers.index(number) for number in range(max(numbers) + 1)]
+def kinds_of(model: Model, lengths_tokens: tuple[int, ...]) -> list[int]:
+    """Return the kind of each layer's block, numbered in the order of the layers: blocks of one kind
+    have the same instructions and arrays of the same shapes."""
+    numbers: dict[str, int] = {}
+    return [
+        numbers.setdefault(_kind(model, layer, lengths_tokens), len(numbers))
+        for layer in range(model.settings.dims.layers)
+    ]
+
+
+def _kind(model: Model, layer: int, lengths_tokens: tuple[int, ...]) -> str:
+    dims = model.settings.dims
+    lists = [_of_block(model, length, layer) for length in lengths_tokens]
+    linears = [(part, one.inputs, one.outputs) for part, one in dims.block_linears(layer).items()]
+    return json.dumps([lists, linears, dims.head_width(layer), dims.key_heads(layer)])
+
+
+def _first_layers(kinds: list[int]) -> list[int]:
+    """List the first layer of each kind."""
+    return [kinds.index(number) for number in range(max(kinds) + 1)]
 
 
 def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int:
@@ -171,10 +190,12 @@ def program(
     config = session.config
     settings = model.settings
     traits = settings.dims.traits
-    first = _first_layers(settings.dims)
+    kinds = kinds_of(model, lengths_tokens)
+    first = _first_layers(kinds)
+    lists = (*ANY_LENGTH, *((LAYER_INPUT_LIST,) if traits.layer_input else ()))
     optimizer = ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
     return {
-        "format": FORMAT,
+        "format": HANDS_ON if traits.hands_on else FORMAT,
         "mlx_version": version("mlx"),
         "layers": settings.dims.layers,
         "hidden": settings.dims.hidden,
@@ -196,7 +217,7 @@ def program(
             for lora in session.parameters
         ],
         "functions": functions,
-        "instructions": {name: listed(model.listed(name)) for name in ANY_LENGTH},
+        "instructions": {name: listed(model.listed(name)) for name in lists},
         "lengths": {
             str(length): {
                 "loss_rows": chunk_tokens(config, batch_size, length),
@@ -205,7 +226,8 @@ def program(
             }
             for length in lengths_tokens
         },
-        "kinds": [traits.mixer_number(layer) for layer in range(settings.dims.layers)],
+        "kinds": kinds,
+        "key_layers": list(traits.key_layers),
     }
 
 
@@ -233,7 +255,7 @@ def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
 
 def written(program: dict[str, Any]) -> dict[tuple[str, int, int], list[Instruction]]:
     """Return what `listed` wrote, by name, length and kind of block (older programs have one)."""
-    by_name = {(name, 0, 0): program["instructions"][name] for name in ANY_LENGTH}
+    by_name = {(name, 0, 0): entries for name, entries in program["instructions"].items()}
     for length, one in program["lengths"].items():
         for kind, lists in enumerate((one, *one.get("others", ()))):
             by_name |= {(name, int(length), kind): lists[name] for name in BY_LENGTH}
@@ -261,23 +283,9 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
         check_mlx_settings(config)
-        _check_blocks(files.dims)
+        check_family(files.dims, IN_MLX, "a program of mesp in MLX")
         settings_of(files, config)
     return problems
-
-
-def _check_blocks(dims: ModelDims) -> None:
-    try:
-        check_family(dims, IN_STAGES, "a program of mesp in MLX")
-    except ModelError as error:
-        if dims.whole or not dims.gated:
-            raise
-        raise ModelError(
-            error.message,
-            expected="blocks that differ only in their mixers, and read only their input; "
-            "`ondevice train --backend mlx` trains these here",
-            received=error.received,
-        ) from None
 
 
 def write(
@@ -324,6 +332,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
             settings = _settings(self.program["settings"], dims)
             tiles = [(int(low), int(high)) for low, high in self.program["loss_tiles"]]
             lists = written(self.program)
+            kinds = [int(kind) for kind in self.program.get("kinds", [0] * dims.layers)]
             self.loss_rows = {
                 int(length): int(one["loss_rows"])
                 for length, one in self.program["lengths"].items()
@@ -332,7 +341,8 @@ class MlxProgramSession(ProgramSession, MlxSession):
             streamed = config.weight_placement == "streamed"
         read = open_weights if streamed else load_weights
         weights = read(folder / WEIGHTS, settings)
-        model = Model(settings, weights, functions=functions, written=lists, fixed_chunks=True)
+        model = Model(settings, weights, functions=functions, written=lists, kinds=kinds,
+                      fixed_chunks=True)  # fmt: skip
         model.tiles = tiles
         parameters = lora_parameters(dims, family_classes()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)

@@ -280,7 +280,8 @@ class MlxSession(Session):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self._load_tensors(check_adapter(adapter, self.parameters, self.config))
+        dims = self.model.settings.dims
+        self._load_tensors(check_adapter(adapter, self.parameters, self.config, dims))
 
     def close(self) -> None:
         """Let the weights and their files go."""

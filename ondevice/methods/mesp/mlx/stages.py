@@ -206,7 +206,11 @@ class Stages:
 
     def rope(self, a: Arrays) -> Arrays:
         """Rotate q and k by their positions, which begin at `offset` if there is one."""
-        return {name: self._rotate(a[name], a) for name in "qk" if name in a}
+        return {name: self._rotate(a[name], a) for name in "qk"}
+
+    def rope_queries(self, a: Arrays) -> Arrays:
+        """Compute `rope` of a layer that attends to another's keys: a stage has one set of outputs."""
+        return {"q": self._rotate(a["q"], a)}
 
     def _rotate(self, x: Any, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions."""

@@ -230,9 +230,8 @@ class MespSession(PackingSession):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self.optimizer.assign(
-            check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config)
-        )
+        parameters = tuple(self.optimizer.parameters.values())
+        self.optimizer.assign(check_adapter(adapter, parameters, self.config, self.loaded.dims))
 
     def release_model(self) -> None:
         """Give the model its own layers back, if blocks that are not known have others."""

@@ -72,6 +72,8 @@ struct Program: Decodable {
 
     struct InstructionLists: Decodable {
         let embed, final_norm, final_norm_backward, loss, loss_only: [Instruction]
+        /// What a layer reads of embeddings of its own, if it does.
+        let layer_input: [Instruction]?
     }
 
     /// The instructions of one kind of block.
@@ -102,14 +104,24 @@ struct Program: Decodable {
     let instructions: InstructionLists
     let lengths: [String: Bucket]
     let kinds: [Int]?
+    let key_layers: [Int]?
 
     /// The kind of a layer's block.
     func kind(_ layer: Int) -> Int { kinds?[layer] ?? 0 }
 
+    /// The layer whose keys and values a layer attends to.
+    func keyLayer(_ layer: Int) -> Int {
+        guard let key_layers, !key_layers.isEmpty else { return layer }
+        return key_layers[layer]
+    }
+
+    /// Later layers attend to that layer's keys and values, too.
+    func lendsKeys(_ layer: Int) -> Bool { (key_layers ?? []).filter { $0 == layer }.count > 1 }
+
     static func read(_ artifact: URL) throws -> Program {
         let url = artifact.appendingPathComponent("program.json")
         let program = try JSONDecoder().decode(Program.self, from: Data(contentsOf: url))
-        guard program.format == 2 else { throw ArtifactError(message: "\(url.path): a program of another format") }
+        guard [2, 3].contains(program.format) else { throw ArtifactError(message: "\(url.path): a program of another format") }
         return program
     }
 

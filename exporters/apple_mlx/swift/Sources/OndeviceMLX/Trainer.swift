@@ -25,6 +25,11 @@ public final class Trainer {
     private var moments: [String: (MLXArray, MLXArray)] = [:]
     private var scalars: [String: MLXArray] = [:]
     private var steps = 0
+    /// Of the pass: its tokens and the first block's input, if layers have inputs of their own; and by layer the keys and
+    /// values that later layers read, with the sums of their gradients.
+    private var ids: [Int32] = []
+    private var embedded: MLXArray?
+    private var shared: [Int: [String: MLXArray]] = [:]
 
     /// - Parameter streamed: read each block's weights again in every pass, instead of keeping them in memory.
     public init(artifact: URL, streamed: Bool) throws {
@@ -55,17 +60,13 @@ public final class Trainer {
         begin(learningRate)
         var inputs = [try embed(batch)]
         for layer in 0 ..< program.layers {
-            inputs.append(try run(bucket.lists(program.kind(layer)).forward, ["x": inputs[layer]], blocks[layer], adapter[layer])["x"]!)
-            blocks[layer].release()
+            inputs.append(try forward(layer, bucket, inputs[layer]))
         }
         var (sum, g) = try loss(inputs.removeLast(), batch, bucket.loss_rows, gradient: true)
         for layer in (0 ..< program.layers).reversed() {
             let given = ["x": inputs.removeLast(), "g": g!]
             g = nil
-            g = try run(bucket.lists(program.kind(layer)).backward, given, blocks[layer], adapter[layer]) { target, a, b in
-                try self.update(layer, target, a, b)
-            }["g"]
-            blocks[layer].release()
+            g = try backward(layer, bucket, given)
         }
         return sum
     }
@@ -75,8 +76,7 @@ public final class Trainer {
         let bucket = try self.bucket(batch)
         var x = try embed(batch)
         for layer in 0 ..< program.layers {
-            x = try run(bucket.lists(program.kind(layer)).forward, ["x": x], blocks[layer], adapter[layer])["x"]!
-            blocks[layer].release()
+            x = try forward(layer, bucket, x)
         }
         return try loss(x, batch, bucket.loss_rows, gradient: false).0
     }
@@ -123,8 +123,54 @@ public final class Trainer {
     private func embed(_ batch: Batch) throws -> MLXArray {
         var rows: [String: MLXArray] = [:]
         for part in program.parts { rows["rows.\(part)"] = try table.rows("embedding.\(part)", batch.ids) }
-        let x = try run(program.instructions.embed, rows, table, [:])["x"]!
-        return x.reshaped([batch.rows, batch.length, -1])
+        let made = try run(program.instructions.embed, rows, table, [:])["x"]!
+        let x = made.reshaped([batch.rows, batch.length, -1])
+        shared = [:]
+        if program.instructions.layer_input != nil { (ids, embedded) = (batch.ids, x) }
+        return x
+    }
+
+    private func forward(_ layer: Int, _ bucket: Program.Bucket, _ x: MLXArray) throws -> MLXArray {
+        var given = try inputs(layer)
+        given["x"] = x
+        let left = try run(bucket.lists(program.kind(layer)).forward, given, blocks[layer], adapter[layer])
+        blocks[layer].release()
+        if program.lendsKeys(layer) { shared[layer] = ["k": left["k"]!, "v": left["v"]!] }
+        return left["x"]!
+    }
+
+    /// Takes x and g, the gradient of the block's output; gives that of its input.
+    private func backward(_ layer: Int, _ bucket: Program.Bucket, _ given: [String: MLXArray]) throws -> MLXArray {
+        var given = given.merging(try inputs(layer)) { first, _ in first }
+        let lender = program.keyLayer(layer)
+        if let keys = shared[lender] {
+            for name in ["k", "v"] {
+                given["g.\(name)"] = keys["g.\(name)"] ?? MLXArray.zeros(keys[name]!.shape, dtype: .float32)
+            }
+        }
+        let left = try run(bucket.lists(program.kind(layer)).backward, given, blocks[layer], adapter[layer]) { target, a, b in
+            try self.update(layer, target, a, b)
+        }
+        blocks[layer].release()
+        if lender != layer {
+            for name in ["g.k", "g.v"] { shared[lender]![name] = left[name] }
+        }
+        return left["g"]!
+    }
+
+    /// What a block reads in addition to the residual stream: its layer's input, and another layer's keys and values.
+    private func inputs(_ layer: Int) throws -> [String: MLXArray] {
+        var found: [String: MLXArray] = [:]
+        if let calls = program.instructions.layer_input, let embedded {
+            var given = ["x": embedded]
+            for part in program.parts { given["rows.\(part)"] = try blocks[layer].rows("layer_rows.\(part)", ids) }
+            found = try run(calls, given, blocks[layer], [:])
+        }
+        if let keys = shared[program.keyLayer(layer)], program.keyLayer(layer) != layer {
+            found["k"] = keys["k"]
+            found["v"] = keys["v"]
+        }
+        return found
     }
 
     /// The mean loss, and the gradient of x for it.
