@@ -39,7 +39,10 @@ GENERIC = ("gemma2",)
 """Families whose blocks only torch runs, as transformers has them."""
 BLOCKS = [name for name in NAMES if BY_NAME[name].family not in GENERIC]
 """Cases that MLX and block programs have by hand."""
-PROGRAMS = ("llama, many labels", pytest.param("gemma3_text", marks=pytest.mark.nightly))
+PROGRAMS = tuple(
+    name if name == "llama, many labels" else pytest.param(name, marks=pytest.mark.nightly)
+    for name in BLOCKS
+)
 """Cases that are lowered for the runtime; each takes 20 seconds."""
 FEWEST_TOKENS = 8
 """Of a program's rows."""
@@ -199,8 +202,8 @@ def test_block_programs_meet_the_golden_gradients(name: str) -> None:
     """The first has more labelled tokens than go through the head together."""
     pytest.importorskip("executorch.exir")
     case = BY_NAME[name]
-    ids, labels = case.batch()
-    if "many labels" in name:
+    ids, labels = padded_batch(case)
+    if name == "llama, many labels":
         assert (labels[:, 1:] >= 0).sum() > HEAD_ROWS
     session = open_artifact(block_program(name))
     give_adapter(session, case)

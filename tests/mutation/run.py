@@ -50,6 +50,7 @@ PASSES = (
     "tests/methods/mesp/torch/test_families.py::test_gradients_match_autograd_through_transformers",
 )
 """As on a GPU, with all low-rank products of an input as one; and keys that blocks share."""
+TRAITS = ("tests/methods/mesp/torch/test_traits.py",)
 GOLDEN = "tests/golden/test_gradients.py::test_"
 GOLDEN_TORCH = (f"{GOLDEN}torch_meets_the_golden_gradients",)
 GOLDEN_MLX = (f"{GOLDEN}mlx_meets_the_golden_gradients",)
@@ -101,14 +102,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/methods/prge/subspace_program.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
     **{
-        f"ondevice/methods/mesp/torch/{name}.py": GOLDEN_TORCH
-        + PASSES
-        + GRADIENTS
-        + GOLDEN_FUNCTIONS
+        f"ondevice/methods/mesp/torch/{name}.py": TRAITS + GOLDEN_TORCH + PASSES + GRADIENTS
         for name in ("attention", "block", "convolution", "mlp")
     },
     **{
-        path: ("tests/methods/mesp/torch/test_traits.py",)
+        path: TRAITS
         for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
     },
     "ondevice/methods/mesp/torch/kernels.py": GRADIENTS + GOLDEN_TORCH,
@@ -135,7 +133,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/lsp/test_projector.py",
         "tests/methods/lsp/test_matrix.py",
     ),
-    "ondevice/methods/lsp/matrix.py": ("tests/methods/lsp/test_matrix.py",),
+    "ondevice/methods/lsp/matrix.py": (
+        "tests/methods/lsp/test_matrix.py",
+        "tests/methods/lsp/test_plane.py",
+    ),
     "ondevice/offload/muon.py": ("tests/offload/test_muon.py",),
     "ondevice/offload/gradients.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
