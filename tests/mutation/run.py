@@ -121,7 +121,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *GOLDEN_MLX,
         "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
     ),
-    "ondevice/methods/mesp/mlx/settings.py": GOLDEN_MLX,
+    "ondevice/methods/mesp/mlx/settings.py": (
+        "tests/methods/mesp/mlx/test_settings.py",
+        *GOLDEN_MLX,
+    ),
     "ondevice/methods/mesp/mlx/model.py": GOLDEN_MLX,
     "ondevice/methods/mesp/mlx/program.py": GOLDEN_MLX,
     "ondevice/methods/revffn/couplings.py": tuple(
