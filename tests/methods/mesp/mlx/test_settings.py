@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from transformers import Qwen2Config  # noqa: E402
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+from transformers import Qwen2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ondevice.core.dims import ModelDims  # noqa: E402
-from ondevice.core.errors import ConfigError  # noqa: E402
-from ondevice.methods.mesp.mlx.settings import Rope, Settings, read_rope  # noqa: E402
+from ondevice.core.dims import ModelDims
+from ondevice.core.errors import ConfigError
+from ondevice.methods.mesp.mlx.settings import Rope, Settings, read_rope
 
 SIZES = ("qwen2", 1, 64, 128, 4, 2, 16, 70, True, True, 1e4, 1e-6, 256)
 
