@@ -39,6 +39,8 @@ GENERIC = ("gemma2",)
 """Families whose blocks only torch runs, as transformers has them."""
 BLOCKS = [name for name in NAMES if BY_NAME[name].family not in GENERIC]
 """Cases that MLX and block programs have by hand."""
+HOSTED = [name for name in BLOCKS if "num_experts" not in BY_NAME[name].config]
+"""Cases that the native host and the app's take: they have no experts."""
 PROGRAMS = tuple(
     name if name == "llama, many labels" else pytest.param(name, marks=pytest.mark.nightly)
     for name in BLOCKS
