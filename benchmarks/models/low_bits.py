@@ -93,8 +93,8 @@ class Four:
 FOUR = {
     "q4, nearest levels": Four(),
     "q4, levels chosen on rows": Four(chosen=True),
-    "q4, 8-bit scales, nearest levels": Four(scale_bits=8),
-    "q4, 8-bit scales, levels chosen on rows": Four(chosen=True, scale_bits=8),
+    "q4dq, nearest levels": Four(scale_bits=8),
+    "q4dq, levels chosen on rows": Four(chosen=True, scale_bits=8),
     "groups of 64, nearest levels": Four(group=64),
     "groups of 64, levels chosen on rows": Four(chosen=True, group=64),
     "groups of 64, 8-bit scales, levels chosen on rows": Four(chosen=True, group=64, scale_bits=8),

@@ -30,7 +30,7 @@ def write(out: Path, make_artifact: Callable[..., None]) -> None:
 
 def every() -> list[str]:
     """The cases that the app takes: not blocks that only PyTorch has, and no experts."""
-    from tests.golden.test_gradients import HOSTED
+    from tests.golden.cases import HOSTED
 
     return HOSTED
 
