@@ -468,8 +468,8 @@ class ExportConfig(StrictConfig):
     """Quantisation of the frozen weights. `int8`: 8-bit weights, float32 activations: in programs
     with exact gradients, and by bitsandbytes in PyTorch on a GPU, where activations are in
     `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this project's op
-    where the whole step is one program). `q4dq`: the same for exact gradients, with scales and
-    minima in 8 bits: 4.5 bits a weight instead of 5. `8da4w`: 4-bit weights, activations rounded to 8 bits,
+    where the whole step is one program). `q4dq`: the same with scales in 8 bits, for exact
+    gradients. `8da4w`: 4-bit weights, activations rounded to 8 bits,
     which distorts zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit
     weights, for exact gradients. `w8` (NPU only): 8-bit weights, float16 activations. `none` is
     float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""

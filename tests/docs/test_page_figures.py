@@ -170,6 +170,7 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/howto/export.md", "0.790"): off_grid("q4, levels chosen on rows", "dithered"),
     ("docs/howto/export.md", "0.977"): off_grid("q4, levels chosen on rows", "tuned"),
     ("docs/howto/export.md", "0.976"): off_grid("q4dq, levels chosen on rows", "tuned"),
+    ("docs/howto/export.md", "0.815"): off_grid("q4dq, levels chosen on rows", "dithered"),
     ("docs/howto/export.md", "0.703"): off_grid("q4dq, nearest levels", "dithered"),
     ("docs/howto/export.md", "0.891"): off_grid("q4dq, nearest levels", "tuned"),
     ("docs/howto/export.md", "4.55"): bits_of("q4dq, nearest levels"),
