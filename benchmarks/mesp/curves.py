@@ -1,8 +1,8 @@
 """Training loss of automatic differentiation, MeSP and MeZO on the same batches (the paper's
 Figure 2).
 
-    python -m benchmarks.mesp.curves                                    SmolLM2-135M, half an hour
-    python -m benchmarks.mesp.curves --from-results out.json --plot docs/images/mesp-curves.png
+    python -m benchmarks.mesp.curves --plot docs/images/mesp-curves.png     SmolLM2-135M, 12 CPU minutes
+    python -m benchmarks.mesp.curves --from-results out.json --plot PNG     draws what --out wrote
 
 All train the same pairs from the same start. MeZO moves them by one random direction a step, at
 the rate of those tried that ends lowest.
@@ -107,9 +107,9 @@ def row_of(method: str, rate: float, losses: list[float], lora: list[float]) -> 
         "first_loss": losses[0],
         "last_loss": fmean(losses[-LAST:]),
         "difference": difference if first else None,
-        "losses": [round(loss, 5) for loss in losses],
+        "loss_curve": [round(loss, 5) for loss in losses],
     }
-    print({name: value for name, value in row.items() if name != "losses"}, flush=True)
+    print({name: value for name, value in row.items() if name != "loss_curve"}, flush=True)
     return row
 
 
@@ -146,7 +146,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.2, 3.4), dpi=150)
     for row in rows:
-        means = np.convolve(row["losses"], np.full(WINDOW, 1 / WINDOW), "valid")
+        means = np.convolve(row["loss_curve"], np.full(WINDOW, 1 / WINDOW), "valid")
         # Two curves that are one are both to be seen.
         style: dict[str, Any] = {"linewidth": 5, "alpha": 0.35} if row["method"] == "lora" else {}
         numbers = np.arange(WINDOW, WINDOW + len(means))
