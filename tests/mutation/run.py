@@ -103,8 +103,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
     **{
         f"ondevice/methods/mesp/torch/{name}.py": TRAITS + GOLDEN_TORCH + PASSES + GRADIENTS
-        for name in ("attention", "block", "convolution", "mlp")
+        for name in ("block", "convolution", "mlp")
     },
+    "ondevice/methods/mesp/torch/attention.py": (
+        *TRAITS,
+        *GOLDEN_TORCH,
+        *PASSES,
+        *GRADIENTS,
+        "tests/training/test_candidates.py::test_every_method_computes_a_prompt_once_with_what_it_trained",
+    ),
     **{
         path: TRAITS
         for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
