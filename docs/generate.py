@@ -465,11 +465,19 @@ def supported() -> str:
     return markdown()
 
 
+def golden() -> str:
+    """Each implementation of MeSP with the golden gradients that it meets."""
+    sys.path.insert(0, str(ROOT))
+    from tests.golden.cases import markdown
+
+    return markdown()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         commands, settings, methods, errors, events, manifest, interface, fleet_charter,
-        fleet_adapter_charter, fleet_settings, families, supported,
+        fleet_adapter_charter, fleet_settings, families, supported, golden,
     )
 }  # fmt: skip
 

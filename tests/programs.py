@@ -196,6 +196,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2 with bias",
         {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40, **ONE_ROW},
     ),
+    "blocks, q4dq": (
+        "qwen2 with bias",
+        {"export.quantize": "q4dq", "method.loss_tiles": 3, "export.context_tokens": 40, **ONE_ROW},
+    ),
     "blocks of gemma3_text": (
         "gemma3_text",
         {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
@@ -346,6 +350,7 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 """The same for MeSP, functions of one block."""
 ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
 NIGHTLY = {
+    "blocks, q4dq",
     "q4 untied, tiled, labelled",
     "gemma3_text",
     "lfm2",

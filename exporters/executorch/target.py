@@ -327,7 +327,7 @@ def _rounding_problems(job: ExportJob, program: GraphProgram) -> list[str]:
     if job.export.rounding != "rows":
         return []
     if job.export.quantize not in program.chosen:
-        return ["export.rounding is rows: it is for --method mesp --quantize q4 or 8da4w"]
+        return ["export.rounding is rows: it is for --method mesp --quantize q4, q4dq or 8da4w"]
     if job.rows is None:
         return ["export.rounding is rows: name rows of the task (--data)"]
     return []
@@ -341,7 +341,7 @@ def choose_levels(job: ExportJob, program: GraphProgram, loaded: LoadedModel) ->
     order = np.random.default_rng(job.seed).permutation(len(job.rows.items))[:CALIBRATION_ROWS]
     rows = [list(job.rows.items[number].example.ids) for number in order]
     log.info("choosing the levels of %s on %d rows of the data", job.export.quantize, len(rows))
-    program.choose(loaded, rows)
+    program.choose(loaded, rows, job.export.quantize)
     return len(rows)
 
 

@@ -463,18 +463,19 @@ class ExportConfig(StrictConfig):
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op if other ops are needed too."""
 
     quantize: Annotated[
-        Literal["none", "int8", "q4", "8da4w", "8da8w", "w8", "nf4"], Flag("--quantize")
+        Literal["none", "int8", "q4", "q4dq", "8da4w", "8da8w", "w8", "nf4"], Flag("--quantize")
     ] = "none"
     """Quantisation of the frozen weights. `int8`: 8-bit weights, float32 activations: in programs
     with exact gradients, and by bitsandbytes in PyTorch on a GPU, where activations are in
     `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this project's op
-    where the whole step is one program). `8da4w`: 4-bit weights, activations rounded to 8 bits,
+    where the whole step is one program). `q4dq`: the same with scales in 8 bits, for exact
+    gradients. `8da4w`: 4-bit weights, activations rounded to 8 bits,
     which distorts zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit
     weights, for exact gradients. `w8` (NPU only): 8-bit weights, float16 activations. `none` is
     float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
 
     rounding: Annotated[Literal["nearest", "rows"], Flag("--rounding")] = "nearest"
-    """Levels of `q4` and `8da4w` with exact gradients: the nearest, or those that keep layers'
+    """Levels of `q4`, `q4dq` and `8da4w` with exact gradients: the nearest, or those that keep layers'
     outputs on 64 rows of `--data`."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"

@@ -172,7 +172,7 @@ class GraphProgram(Generic[M]):
         calibrate: (loaded, config, rows, seed) to the settings of a program that begins with what the exported model's
             rows say, and the first values of its state; None if the settings ask for nothing of the kind.
         chosen: values of `export.quantize` whose levels can be chosen on rows of the task.
-        choose: (loaded, token ids of rows) chooses them, in place.
+        choose: (loaded, token ids of rows, `export.quantize`) chooses them, in place.
         restore: (loaded, tensors of the weights file) puts an artifact's matrices into the model, for `chosen`.
         refresh: (session) to what prepares its steps and its replay, for a method that now and then changes the state
             from outside the program.
@@ -194,7 +194,7 @@ class GraphProgram(Generic[M]):
         None
     )
     chosen: tuple[str, ...] = ()
-    choose: Callable[[M, Sequence[Sequence[int]]], None] | None = None
+    choose: Callable[[M, Sequence[Sequence[int]], str], None] | None = None
     restore: Callable[[M, Mapping[str, np.ndarray]], None] | None = None
     refresh: Callable[[ProgramSession], Preparing] | None = None
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Q4_BITS = 5.0
 """4 bits a weight, and a float16 scale and minimum for each 32."""
+Q4_DOUBLE_BITS = 4.5
+"""The same with scales and minima of 8 bits; two float16 a row are counted apart."""
 W4_BITS = 4.5
 """8da4w: 4 bits a weight and a 16-bit scale for each 32."""
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
@@ -59,7 +61,7 @@ def weight_bytes(
     if quantize == "none":
         return WeightBytes(linears * item, table * item, heads * table * item, vectors * item)
     rows = table + dims.vocab * 4
-    bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16, "8da4w": Q4_BITS}
+    bits = {"int8": 8, "q4": Q4_BITS, "q4dq": Q4_DOUBLE_BITS, "8da8w": 16, "8da4w": Q4_BITS}
     if by_rows and quantize in bits:
         outputs = dims.linear_outputs
         packed = int(linears * bits[quantize] / 8)
@@ -79,7 +81,9 @@ def weight_bytes(
         scales = 4 * dims.linear_outputs
         return WeightBytes(linears + scales, table * 4, heads * table * 4, vectors * 4)
     raise ConfigError(
-        "unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize
+        "unknown quantisation",
+        expected="none, int8, q4, q4dq, 8da4w, 8da8w, w8, nf4",
+        received=quantize,
     )
 
 

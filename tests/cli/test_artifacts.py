@@ -236,7 +236,10 @@ def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     missing = ondevice(*export, "--length", 16, "--data", "/no/rows.jsonl", "--dry-run")
     assert missing.code == 3 and "/no/rows.jsonl" in missing.err
     for options, words in (
-        (["--quantize", "torchao"], "'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"),
+        (
+            ["--quantize", "torchao"],
+            "'none', 'int8', 'q4', 'q4dq', '8da4w', '8da8w', 'w8' or 'nf4'",
+        ),
         (["--target", "ios"], "android-cpu"),
         (["--method", "lora"], "does not export"),
         (["--length", "100000"], "positions"),

@@ -316,6 +316,13 @@ PROGRAMS = (
     Row(
         "mesp",
         "android-cpu",
+        ROUNDED.format("4-bit", "q4dq"),
+        program="blocks, q4dq",
+        adapter_error=2e-4,
+    ),
+    Row(
+        "mesp",
+        "android-cpu",
         ROUNDED.format("4-bit", "q4"),
         program="blocks of lfm2, q4",
         adapter_error=2e-4,

@@ -182,7 +182,13 @@ def round_to_file(plain: Any, session: Any) -> None:
             weight = parameter.numpy()
             scales = session.weights.whole(f"{name}_scale").astype(np.float64)
             if f"{name}_min" in session.weights:
-                mins = session.weights.whole(f"{name}_min").astype(np.float64)[..., None]
+                mins = session.weights.whole(f"{name}_min").astype(np.float64)
+                if f"{name}_top" in session.weights:
+                    tops = session.weights.whole(f"{name}_top").astype(np.float32)
+                    # In float16, as a function makes them.
+                    scales = np.float16(np.float32(scales) * (tops[:, :1] / np.float32(255)))
+                    mins = np.float16(np.float32(mins) * (tops[:, 1:] / np.float32(127)))
+                scales, mins = scales.astype(np.float64), mins.astype(np.float64)[..., None]
                 groups = weight.reshape(*mins.shape[:2], -1)
                 levels = ((groups - mins) / scales[..., None]).round().clip(0, 15)
                 rounded = (levels * scales[..., None] + mins).reshape(weight.shape)

@@ -135,6 +135,11 @@ def off_grid(form: str, model: str) -> Callable[[Path], float]:
     return lambda root: of(root, name, "gradient_cosine", form=form, model=model)
 
 
+def bits_of(form: str) -> Callable[[Path], float]:
+    name, model = "models/low_bits/amd-epyc-2-cores", "SmolLM2-135M, tuned"
+    return lambda root: of(root, name, "bits", form=form, model=model)
+
+
 MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/methods/full.md", "1e-5"): default("full"),
     ("docs/methods/lora.md", "3e-4"): default("lora"),
@@ -164,6 +169,11 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/howto/export.md", "0.692"): off_grid("q4, nearest levels", "dithered"),
     ("docs/howto/export.md", "0.790"): off_grid("q4, levels chosen on rows", "dithered"),
     ("docs/howto/export.md", "0.977"): off_grid("q4, levels chosen on rows", "tuned"),
+    ("docs/howto/export.md", "0.976"): off_grid("q4dq, levels chosen on rows", "tuned"),
+    ("docs/howto/export.md", "0.815"): off_grid("q4dq, levels chosen on rows", "dithered"),
+    ("docs/howto/export.md", "0.703"): off_grid("q4dq, nearest levels", "dithered"),
+    ("docs/howto/export.md", "0.891"): off_grid("q4dq, nearest levels", "tuned"),
+    ("docs/howto/export.md", "4.55"): bits_of("q4dq, nearest levels"),
     ("docs/howto/export.md", "0.892"): off_grid("q4, nearest levels", "tuned"),
     ("docs/howto/export.md", "0.9"): lambda root: cpu.LEAST["8da8w"]["gradient_cosine"],
     ("docs/howto/export.md", "0.95"): lambda root: cpu.LEAST["8da4w"]["gradient_cosine"],

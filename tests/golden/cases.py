@@ -267,3 +267,37 @@ CASES = (
     Case("qwen2_moe, shared expert", "qwen2_moe", {**MOE, "shared_expert_intermediate_size": 11,
          "norm_topk_prob": False}, 2, 14, rank=5, targets=ATTENTION),
 )  # fmt: skip
+GENERIC = ("gemma2",)
+"""Families whose blocks only PyTorch runs, as transformers has them."""
+BLOCKS = [case.name for case in CASES if case.family not in GENERIC]
+"""Cases whose blocks are written by hand."""
+HOSTED = [case.name for case in CASES if case.name in BLOCKS and "num_experts" not in case.config]
+"""Cases that the hosts in C++ and Kotlin take."""
+APP = (
+    "llama, many labels", "llama, llama3 rotation", "mistral, window", "qwen2, yarn", "qwen3, biases",
+    "olmo2, biases", "phi3, long rows", "granite, biases", "gemma3_text", "gemma3_text, untied", "smollm3",
+    "lfm2, rows shorter than taps",
+)  # fmt: skip
+"""Those that the app's host runs: of every family."""
+NO_BLOCKS = "gemma2: a decoder of any kind, whose blocks only PyTorch runs"
+NO_EXPERTS = "mixtures: the host calls no experts"
+IMPLEMENTATIONS = {
+    "PyTorch": ([case.name for case in CASES], ""),
+    "MLX": (BLOCKS, NO_BLOCKS),
+    "functions of blocks, before they are lowered": (BLOCKS, NO_BLOCKS),
+    "block programs in the ExecuTorch runtime, from Python": (BLOCKS, NO_BLOCKS),
+    "the same, from the native host in C++": (HOSTED, f"{NO_BLOCKS}; {NO_EXPERTS}"),
+    "the same, from the app's host in Kotlin": (
+        APP,
+        f"{NO_BLOCKS}; {NO_EXPERTS}; of the others one or two of each family run",
+    ),
+}
+"""What each runs, and why not the others."""
+
+
+def markdown() -> str:
+    """Each implementation of MeSP with the golden cases that it meets."""
+    lines = ["| MeSP in | Cases | Left out |", "| --- | ---: | --- |"]
+    for name, (taken, why) in IMPLEMENTATIONS.items():
+        lines.append(f"| {name} | {len(taken)} of {len(CASES)} | {why or 'none'} |")
+    return "\n".join(lines)

@@ -26,7 +26,7 @@ from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.models import load_model, open_model
 from ondevice.models.tiny import tiny_tokenizer
 from tests.eager_program import computing_in_pytorch
-from tests.golden.cases import CASES, Case
+from tests.golden.cases import BLOCKS, CASES, HOSTED, Case
 from tests.golden.gradients import FILE, exact, relative_errors
 from tests.methods.mesp.reference import learned
 from tests.methods.rounding import ALLOWED
@@ -35,12 +35,16 @@ from tests.shared import cached
 
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
-GENERIC = ("gemma2",)
-"""Families whose blocks only torch runs, as transformers has them."""
-BLOCKS = [name for name in NAMES if BY_NAME[name].family not in GENERIC]
-"""Cases that MLX and block programs have by hand."""
-PROGRAMS = ("llama, many labels", pytest.param("gemma3_text", marks=pytest.mark.nightly))
-"""Cases that are lowered for the runtime; each takes 20 seconds."""
+
+
+def lowered(names: list[str]) -> list[Any]:
+    """Cases that are lowered for the runtime; each takes 20 seconds, so one of every change."""
+    return [
+        name if name == "llama, many labels" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
+
+
 FEWEST_TOKENS = 8
 """Of a program's rows."""
 Found = tuple[float, dict[str, np.ndarray]]
@@ -194,13 +198,13 @@ def test_functions_of_blocks_meet_the_golden_gradients(
         compare(name, learned_by_program(session, *padded_batch(case)))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", lowered(BLOCKS))
 def test_block_programs_meet_the_golden_gradients(name: str) -> None:
     """The first has more labelled tokens than go through the head together."""
     pytest.importorskip("executorch.exir")
     case = BY_NAME[name]
-    ids, labels = case.batch()
-    if "many labels" in name:
+    ids, labels = padded_batch(case)
+    if name == "llama, many labels":
         assert (labels[:, 1:] >= 0).sum() > HEAD_ROWS
     session = open_artifact(block_program(name))
     give_adapter(session, case)
@@ -208,7 +212,7 @@ def test_block_programs_meet_the_golden_gradients(name: str) -> None:
 
 
 @pytest.mark.timeout(900)  # whoever comes first compiles the host
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", lowered(HOSTED))
 def test_the_native_host_meets_the_golden_gradients(name: str, tmp_path: Path) -> None:
     """It begins with the case's adapter, and its checkpoint has the first moment of one step."""
     pytest.importorskip("executorch.exir")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "ondevice/methods/lsp/matrix.py",
+        "if self.plane.shown.get(dtype) is self:",
+        "if self.plane.shown.get(dtype) == self:",
+    ): "a group equals itself only",
+    (
         "runtime_ops/layer_adam.py",
         "if count == 0 or (rows is not None and rows.numel() == 0):",
         "if count <= 0 or (rows is not None and rows.numel() == 0):",

@@ -50,6 +50,7 @@ PASSES = (
     "tests/methods/mesp/torch/test_families.py::test_gradients_match_autograd_through_transformers",
 )
 """As on a GPU, with all low-rank products of an input as one; and keys that blocks share."""
+TRAITS = ("tests/methods/mesp/torch/test_traits.py",)
 GOLDEN = "tests/golden/test_gradients.py::test_"
 GOLDEN_TORCH = (f"{GOLDEN}torch_meets_the_golden_gradients",)
 GOLDEN_MLX = (f"{GOLDEN}mlx_meets_the_golden_gradients",)
@@ -101,14 +102,18 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/methods/prge/subspace_program.py": ("tests/methods/prge/test_subspace.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
     **{
-        f"ondevice/methods/mesp/torch/{name}.py": GOLDEN_TORCH
-        + PASSES
-        + GRADIENTS
-        + GOLDEN_FUNCTIONS
-        for name in ("attention", "block", "convolution", "mlp")
+        f"ondevice/methods/mesp/torch/{name}.py": TRAITS + GOLDEN_TORCH + PASSES + GRADIENTS
+        for name in ("block", "convolution", "mlp")
     },
+    "ondevice/methods/mesp/torch/attention.py": (
+        *TRAITS,
+        *GOLDEN_TORCH,
+        *PASSES,
+        *GRADIENTS,
+        "tests/training/test_candidates.py::test_every_method_computes_a_prompt_once_with_what_it_trained",
+    ),
     **{
-        path: ("tests/methods/mesp/torch/test_traits.py",)
+        path: TRAITS
         for path in ("ondevice/methods/mesp/torch/delta.py", "ondevice/nn/delta_rule.py")
     },
     "ondevice/methods/mesp/torch/kernels.py": GRADIENTS + GOLDEN_TORCH,
@@ -123,7 +128,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *GOLDEN_MLX,
         "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
     ),
-    "ondevice/methods/mesp/mlx/settings.py": GOLDEN_MLX,
+    "ondevice/methods/mesp/mlx/settings.py": (
+        "tests/methods/mesp/mlx/test_settings.py",
+        *GOLDEN_MLX,
+    ),
     "ondevice/methods/mesp/mlx/model.py": GOLDEN_MLX,
     "ondevice/methods/mesp/mlx/program.py": GOLDEN_MLX,
     "ondevice/methods/revffn/couplings.py": tuple(
@@ -135,7 +143,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/methods/lsp/test_projector.py",
         "tests/methods/lsp/test_matrix.py",
     ),
-    "ondevice/methods/lsp/matrix.py": ("tests/methods/lsp/test_matrix.py",),
+    "ondevice/methods/lsp/matrix.py": (
+        "tests/methods/lsp/test_matrix.py",
+        "tests/methods/lsp/test_plane.py",
+    ),
     "ondevice/offload/muon.py": ("tests/offload/test_muon.py",),
     "ondevice/offload/gradients.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),

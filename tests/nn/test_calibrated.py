@@ -21,7 +21,9 @@ from ondevice.nn.calibrated import (
     _improved,
     _input_moments,
     _spanned,
+    in_integers,
     nearest_grid,
+    of_integers,
     round_matrix,
     round_model,
 )
@@ -214,3 +216,47 @@ def test_padding_behind_a_short_row_does_not_count() -> None:
     for number, (_, sums) in enumerate(together):
         expected = sum(one[number][1] for one in apart)
         torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 96), (1, 32)])
+def test_scales_in_8_bits_are_stored_exactly_and_cost_little(outputs: int, inputs: int) -> None:
+    """Their rounding moves a weight by a part of what rounding to levels moves it by."""
+    x = correlated(4 * inputs, inputs)
+    weight = matrix(outputs, inputs)
+    weight[0, :GROUP] *= 0.01  # a group far below the others of its row
+    for grid, rounded in (
+        round_matrix(weight, x.t() @ x, scale_bits=8),
+        (of_row := nearest_grid(weight, scale_bits=8), of_row.dense(of_row.levels(weight))),
+    ):
+        assert grid.tops is not None and grid.tops.shape == (outputs, 2)
+        scales, mins = in_integers(grid.scales, grid.mins, grid.tops)
+        assert scales.dtype == torch.uint8 and mins.dtype == torch.int8
+        assert scales.shape == mins.shape == (outputs, inputs // GROUP)
+        again = of_integers(scales, mins, grid.tops)
+        assert torch.equal(again[0], grid.scales) and torch.equal(again[1], grid.mins)
+        assert torch.equal(grid.dense(grid.levels(rounded)), rounded)
+    assert float((rounded - weight).norm()) < 1.05 * float((nearest(weight) - weight).norm())
+    _, chosen = round_matrix(weight, x.t() @ x, scale_bits=8)
+    assert error(weight, chosen, x) < 0.5 * error(weight, nearest(weight), x)
+
+
+def test_the_integers_of_a_row_reach_their_ends() -> None:
+    """255 and 127 are the row's largest scale and minimum, so that no step is wasted."""
+    weight = matrix(9, 128)
+    grid = nearest_grid(weight, scale_bits=8)
+    assert grid.tops is not None
+    scales, mins = in_integers(grid.scales, grid.mins, grid.tops)
+    assert (scales.amax(1) == 255).all() and (mins.abs().amax(1) == 127).all()
+    wanted = nearest_grid(weight)
+    half = grid.tops.float() / torch.tensor([2 * 255.0, 2 * 127.0]) + 1e-4
+    assert ((grid.scales - wanted.scales).abs().float() <= half[:, :1]).all()
+    assert ((grid.mins - wanted.mins).abs().float() <= half[:, 1:]).all()
+
+
+def test_rows_of_equal_or_tiny_weights_have_scales_above_zero() -> None:
+    weight = torch.zeros(3, 64)
+    weight[1] = 0.25
+    weight[2] = 1e-7 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    grid = nearest_grid(weight, scale_bits=8)
+    assert (grid.scales > 0).all()
+    torch.testing.assert_close(grid.dense(grid.levels(weight)), weight, rtol=1e-3, atol=3e-7)

@@ -25,7 +25,15 @@ from tests.runtime_ops.test_cmake import need, run
 pytest.importorskip("executorch.exir")
 pytestmark = pytest.mark.timeout(900)  # whoever comes first compiles
 
-FORMS = ["blocks", "blocks, sgd", "pairs, int8", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w"]
+FORMS = [
+    "blocks",
+    "blocks, sgd",
+    "pairs, int8",
+    "blocks, q4",
+    pytest.param("blocks, q4dq", marks=pytest.mark.nightly),
+    "blocks, 8da8w",
+    "blocks, 8da4w",
+]
 STEPS = 5
 FORWARD = ("program_spec", "methods", "block_forward_2x24", "inputs", 0)
 

@@ -15,7 +15,7 @@ from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
 from ondevice.methods.mesp.check import IN_BLOCKS
-from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
+from ondevice.methods.mesp.frozen import Q4, Float32, Int8, Q4Double, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales
 from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import head_tile_rows
@@ -39,6 +39,7 @@ LINEAR_FORMS: dict[str, Form] = {
     "int8": Int8(),
     "q4": Q4(),
     "8da8w": Integers(),
+    "q4dq": Q4Double(),
     "8da4w": Q4(),
 }
 """Of the matrices in a block, by `export.quantize`. `8da4w` is `q4`'s file: only the functions in
@@ -50,6 +51,7 @@ TABLE_FORMS: dict[str, TableForm] = {
     "int8": Int8(),
     "q4": Int8(),
     "8da8w": Int8(),
+    "q4dq": Int8(),
     "8da4w": Int8(),
 }
 """Of embedding and head."""
@@ -270,7 +272,8 @@ class BlockFunctions:
                 value = factor(self.dims, value)
             return arrays({name: mixer_tensor(value) * scale})
         if name in self.loaded.grids:
-            form = Q4(self.loaded.grids[name])
+            grid = self.loaded.grids[name]
+            form = Q4(grid) if grid.tops is None else Q4Double(grid)
         packed = form.pack(name, parameter.detach().float())
         if self.quantize != "none":
             parameter.data = form.matrix(name, packed).dense()
@@ -437,10 +440,11 @@ class BlockFunctions:
         return (*ports, *self._mixture_ports(layer))
 
 
-def choose(loaded: LoadedModel, rows: Sequence[Sequence[int]]) -> None:
-    """Move the model's matrices to 4-bit grids that keep the layers' outputs on rows of token
-    ids."""
-    loaded.grids.update(round_model(loaded.family, rows))
+def choose(loaded: LoadedModel, rows: Sequence[Sequence[int]], quantize: str) -> None:
+    """Move the model's matrices to the 4-bit grids of a form that keep the layers' outputs on rows
+    of token ids."""
+    scale_bits = 8 if quantize == "q4dq" else 16
+    loaded.grids.update(round_model(loaded.family, rows, scale_bits))
 
 
 def restore(loaded: LoadedModel, tensors: Mapping[str, np.ndarray]) -> None:
@@ -452,8 +456,9 @@ def restore(loaded: LoadedModel, tensors: Mapping[str, np.ndarray]) -> None:
     for layer in range(loaded.dims.layers):
         for target in loaded.family.targets(layer):
             name = f"{loaded.family.linear_name(layer, target)}.weight"
-            parts = (name, f"{name}_scale", f"{name}_min")
-            grid, dense = Q4.unpack(name, {one: torch.from_numpy(tensors[one]) for one in parts})
+            parts = (name, f"{name}_scale", f"{name}_min", f"{name}_top")
+            given = {one: torch.from_numpy(tensors[one]) for one in parts if one in tensors}
+            grid, dense = Q4.unpack(name, given)
             weight = loaded.model.get_parameter(name)
             change = float((dense - weight).norm() / weight.norm())
             if not change <= MOST_CHANGE:
@@ -474,6 +479,6 @@ def linear_name(loaded: LoadedModel, target: str) -> str:
 
 def _tensor_name(port_name: str) -> str:
     """The parameter that a port is a part of: `x.weight` of `x.weight_scale`."""
-    for suffix in ("_scale", "_min"):
+    for suffix in ("_scale", "_min", "_top"):
         port_name = port_name.removesuffix(suffix)
     return port_name

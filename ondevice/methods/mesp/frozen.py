@@ -1,5 +1,5 @@
 """How a block program keeps its frozen matrices: float32, 8 bits with a scale a row, or 4 bits with
-a scale and a minimum for each 32 inputs. (8 bits whose products are of integers, too, are in
+a scale and a minimum for each 32 inputs, of 16 or 8 bits. (8 bits whose products are of integers, too, are in
 `integer`.)
 
 A form names the tensors of a matrix in the weights file, packs them, and makes a function's inputs
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ondevice.core.manifest import TensorPort, port
 from ondevice.methods.mesp.torch.kernels import Dense
-from ondevice.nn.calibrated import Grid, nearest_grid
+from ondevice.nn.calibrated import Grid, in_integers, nearest_grid, of_integers
 from ondevice.nn.quantized import GROUP
 from ondevice.runtime_ops.quantized import quantize_q8_rows
 
@@ -131,13 +131,54 @@ class Q4(_Inputs):
 
     @staticmethod
     def unpack(name: str, tensors: Mapping[str, Tensor]) -> tuple[Grid, Tensor]:
-        """Return the grid and the dense matrix, float32 [outputs, inputs], of what `pack` gave."""
-        grid = Grid(tensors[f"{name}_scale"], tensors[f"{name}_min"])
+        """Return the grid and the dense matrix, float32 [outputs, inputs], of what `pack` gave, here
+        or in `Q4Double`."""
+        grid = Grid(*_scales_and_mins(name, tensors), tensors.get(f"{name}_top"))
         packed = tensors[name]
         return grid, grid.dense(torch.stack([packed >> 4, packed & 15], -1).flatten(1))
 
     def matrix(self, name: str, given: Mapping[str, Tensor]) -> Matrix:
         return Q4Matrix(given[name], given[f"{name}_scale"], given[f"{name}_min"])
+
+
+@dataclass(frozen=True)
+class Q4Double(Q4):
+    """`Q4` whose scales and minima are integers of 8 bits times a unit of their row: uint8 and int8
+    [outputs, inputs / `GROUP`], and float16 [outputs, 2] that 255 and 127 stand for.
+
+    A function makes them float16 before its first product, so that its kernels are `Q4`'s.
+    """
+
+    def ports(self, name: str, shape: tuple[int, int]) -> tuple[TensorPort, ...]:
+        levels, scales, mins = super().ports(name, shape)
+        return (
+            levels,
+            frozen_port(scales.name, scales.shape, "uint8"),
+            frozen_port(mins.name, mins.shape, "int8"),
+            frozen_port(f"{name}_top", (shape[0], 2), "float16"),
+        )
+
+    def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        grid = self.grid or nearest_grid(weight, scale_bits=8)
+        assert grid.tops is not None  # noqa: S101 - of 8 bits
+        scales, mins = in_integers(grid.scales, grid.mins, grid.tops)
+        packed = Q4(grid).pack(name, weight)[name]
+        return {
+            name: packed,
+            f"{name}_scale": scales,
+            f"{name}_min": mins,
+            f"{name}_top": grid.tops,
+        }
+
+    def matrix(self, name: str, given: Mapping[str, Tensor]) -> Matrix:
+        return Q4Matrix(given[name], *_scales_and_mins(name, given))
+
+
+def _scales_and_mins(name: str, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    scales, mins = given[f"{name}_scale"], given[f"{name}_min"]
+    if f"{name}_top" not in given:
+        return scales, mins
+    return of_integers(scales, mins, given[f"{name}_top"])
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ def blocks_memory(
     matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
     if isinstance(dims, MoeDims) and dims.dense_layers:
         matrices.append(dims.hidden * dims.dense_intermediate)
-    dense = 4 * max(matrices) * (quantize in ("int8", "q4", "8da4w"))
+    dense = 4 * max(matrices) * (quantize in ("int8", "q4", "q4dq", "8da4w"))
     head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden)
     if quantize != "none":
         head += 4 * tile * dims.hidden

@@ -110,7 +110,7 @@ def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -
     if export.quantize == "8da8w":
         problems.append(
             "export.quantize is 8da8w: its functions hold matrices, and a mixture's are read as "
-            "tokens need them; expected none, int8 or q4"
+            "tokens need them; expected none, int8, q4 or q4dq"
         )
     if export.rounding == "rows":
         problems.append(
@@ -152,8 +152,8 @@ EXECUTORCH = GraphProgram(
     blocks.build,
     compare,
     rounding,
-    rounded=("int8", "q4", "8da8w", "8da4w"),
-    chosen=("q4", "8da4w"),
+    rounded=("int8", "q4", "q4dq", "8da8w", "8da4w"),
+    chosen=("q4", "q4dq", "8da4w"),
     choose=choose,
     restore=restore,
     uses_ops=lambda export: False,

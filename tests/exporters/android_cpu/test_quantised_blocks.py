@@ -38,7 +38,8 @@ OF_GEMMA = ["blocks of gemma4_text, q4", "blocks of gemma4_text, 8da8w"]
 
 
 @pytest.mark.parametrize(
-    "name", parameters(["blocks, int8", "blocks, q4", INTEGERS, FOUR_BITS, *OF_GEMMA])
+    "name",
+    parameters(["blocks, int8", "blocks, q4", "blocks, q4dq", INTEGERS, FOUR_BITS, *OF_GEMMA]),
 )
 def test_an_export_says_how_near_its_gradients_are(name) -> None:
     check = report(name).check
@@ -157,7 +158,7 @@ def test_a_layer_s_program_that_is_damaged_is_named(tmp_path) -> None:
     assert session.state()["adapter"].tobytes() == before.tobytes()  # it failed in the forward pass
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "q4"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "q4", "q4dq"])
 def test_inputs_are_not_planned_and_one_packed_matrix_is_dense_at_a_time(quantize) -> None:
     from ondevice.exporters.executorch.lower import lower_portable
 
@@ -223,6 +224,20 @@ def test_the_file_of_integers_with_four_bits_is_that_of_q4() -> None:
             for one in (f"fused_{name}", name)
         )
         assert ours == stock and any(port.dtype == "uint8" for port in ours)
+
+
+def test_a_weight_has_four_and_a_half_bits_with_scales_in_8() -> None:
+    """And 32 for each row."""
+    functions = BlockFunctions(tiny_model("llama", layers=1), method_config("mesp", {}), "q4dq")
+    weights = functions.weights()
+    for one in functions.dims.block_linears(0).values():
+        name = functions.loaded.family.linear_name(0, one.target) + ".weight"
+        parts = [weights[f"{name}{part}"] for part in ("", "_scale", "_min", "_top")]
+        ports = {port.name.format(layer=0): port for port in functions.frozen(0)}
+        for part, value in zip(("", "_scale", "_min", "_top"), parts):
+            port = ports[f"{name}{part}"]
+            assert (port.shape, port.dtype) == (value.shape, str(value.dtype))
+        assert 8 * sum(part.nbytes for part in parts) == one.outputs * (4.5 * one.inputs + 32)
 
 
 def test_four_bits_without_this_projects_ops_are_refused_by_name(monkeypatch) -> None:

@@ -201,7 +201,7 @@ def test_a_quantisation_that_xnnpack_gets_wrong_is_not_offered(value) -> None:
     with pytest.raises(ConfigError) as caught:
         ExportConfig.parse({"quantize": value})
     assert "quantize" in caught.value.message
-    assert caught.value.expected == "'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"
+    assert caught.value.expected == "'none', 'int8', 'q4', 'q4dq', '8da4w', '8da8w', 'w8' or 'nf4'"
 
 
 @pytest.mark.parametrize("lengths", [[], [4], [16, 16]])

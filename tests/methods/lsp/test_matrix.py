@@ -290,3 +290,13 @@ def test_learning_that_does_not_help_leaves_projectors_as_they_are() -> None:
         and projection.left is left
         and projection.turn == 1
     )
+
+
+def test_a_matrix_begins_with_the_pair_of_turn_0() -> None:
+    """A checkpoint of before the first refresh names that turn."""
+    projection = matrix(41, 29, 13, 4)
+    assert projection.turn == 0
+    for actual, drawn in zip(
+        sides(projection.left, projection.right), sides(*projection.drawn(0)), strict=True
+    ):
+        assert torch.equal(actual, drawn)

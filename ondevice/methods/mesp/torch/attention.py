@@ -61,6 +61,8 @@ class Attention(BlockLayers):
             q = self.normed(block, "q", q)
             k = None if k is None else self.normed(block, "k", k)
         v = None if v is None else self.normed(block, "v", v)
+        if v is k and v is not None:
+            v = v.clone()  # keys that are values too are rotated in their memory
         heads = [None if x is None else self._heads(block, x, rows) for x in (q, k, v)]
         assert heads[0] is not None  # noqa: S101 - it is q
         return heads[0], heads[1], heads[2], gate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,11 +110,30 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int, tokens: int) -> Block
     st.integers(0, 99),
 )
 def test_gradients_of_a_block_match_autograd(dims, data, length, chunk, seed) -> None:
+    graph = data.draw(st.booleans())
+    adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.block_linears(0))), unique=True)))
+    check(dims, adapted, graph, length, chunk, seed)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("normed", [(), ("q", "k")])
+def test_values_that_are_the_keys_are_not_rotated_with_them(normed, graph) -> None:
+    """Without a norm of either, both are one tensor until the keys are rotated in its memory."""
+    places = ("before_attention", "before_mlp", *normed)
+    traits = BlockTraits(norms=tuple((place, place) for place in places), keys_as_values=(True,))
+    dims = ModelDims("drawn", 1, 10, 14, 2, 1, 4, 9, True, False, 1e4, 1e-6, 64, traits=traits)
+    check(dims, {"k_proj"}, graph, 5, None, 0)
+
+
+def check(
+    dims: ModelDims, adapted: set[str], graph: bool, length: int, chunk: int | None, seed: int
+) -> None:
+    """Hold a block's outputs and gradients against autograd's; `graph` takes the operations of a
+    program's graph."""
     chosen = TorchKernels()
-    if data.draw(st.booleans()):  # the operations of a program's graph
+    if graph:
         chunk = None
         chosen = GraphKernels(seen(length, dims.traits.window(0)).double())
-    adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.block_linears(0))), unique=True)))
     count = ROWS * length
     block = tensors(dims, adapted, seed, count)
     x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -17,13 +18,21 @@ from safetensors.numpy import save_file
 ROOT = Path(__file__).resolve().parents[5]
 sys.path.insert(0, str(ROOT))
 NAMES = ("llama, many labels", "gemma3_text")
-"""The first has more labels than go through the head together, the second two kinds of blocks."""
+"""The first has more labels than go through the head together, the second two kinds of blocks. With
+`ONDEVICE_TESTS_ALL=1` there are some of every family that the app takes."""
 
 
 def write(out: Path, make_artifact: Callable[..., None]) -> None:
     """Write every case into a folder of its name under `golden`."""
-    for name in NAMES:
+    for name in every() if os.environ.get("ONDEVICE_TESTS_ALL") else NAMES:
         write_case(out / "golden" / name, name, make_artifact)
+
+
+def every() -> tuple[str, ...]:
+    """Cases of every family that the app takes: not blocks that only PyTorch has, and no experts."""
+    from tests.golden.cases import APP
+
+    return APP
 
 
 def write_case(folder: Path, name: str, make_artifact: Callable[..., None]) -> None:
@@ -37,7 +46,7 @@ def write_case(folder: Path, name: str, make_artifact: Callable[..., None]) -> N
     from ondevice.models import read_dims
     from ondevice.models.registry import family_classes
     from tests.golden.gradients import FLOOR
-    from tests.golden.test_gradients import BY_NAME, folder_of, golden, settings
+    from tests.golden.test_gradients import BY_NAME, folder_of, golden, padded_batch, settings
     from tests.methods.rounding import ALLOWED
 
     case = BY_NAME[name]
@@ -46,8 +55,11 @@ def write_case(folder: Path, name: str, make_artifact: Callable[..., None]) -> N
     if not model.is_dir():
         with tempfile.TemporaryDirectory() as scratch:
             shutil.copytree(folder_of(case, Path(scratch)), model)
-    flags = f"--method mesp --length {case.tokens} --batch-size {case.rows} --set method.loss_tiles=3"
+    ids, labels = padded_batch(case)
+    tokens = ids.shape[1]
+    flags = f"--method mesp --length {tokens} --batch-size {case.rows} --set method.loss_tiles=3"
     flags += f" --set method.rank={case.rank} --set method.alpha={case.alpha}"
+    flags += f" --target-modules {','.join(case.targets)}"
     make_artifact(folder / "program", "android-cpu", flags, ["--model", str(model)])
 
     dims = read_dims(str(model))
@@ -62,9 +74,8 @@ def write_case(folder: Path, name: str, make_artifact: Callable[..., None]) -> N
         for key, start in ((entry.parameters.a_name, entry.a), (entry.parameters.b_name, entry.b)):
             limit = ALLOWED * about["modelled_errors"][key] * max(norms[key], least)
             tensors.append({"name": key, "start": start, "size": gradients[key].size, "limit": limit})
-    ids, labels = case.batch()
     described = {
-        "rows": case.rows, "tokens": case.tokens, "ids": ids.ravel().tolist(), "labels": labels.ravel().tolist(),
+        "rows": case.rows, "tokens": tokens, "ids": ids.ravel().tolist(), "labels": labels.ravel().tolist(),
         "loss": about["loss"], "tensors": tensors,
     }  # fmt: skip
     save_file(
