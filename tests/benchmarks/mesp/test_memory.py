@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -23,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
 
 
-SHAPE = {"layers": 1, "hidden": 448, "intermediate": 2432, "vocab": 1024, "length": 32}
+SHAPE: dict[str, Any] = {
+    "layers": 1,
+    "hidden": 448,
+    "intermediate": 2432,
+    "vocab": 1024,
+    "length": 32,
+}
 """Half of Qwen2.5-0.5B's widths."""
 
 
