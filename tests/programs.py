@@ -371,13 +371,16 @@ NIGHTLY = {
     "blocks of qwen3_5_text, 8da8w",
     "blocks of smollm3",
     "npu unrolled",
+    "npu qwen3",
+    "npu phi3",
+    "npu blocks of smollm3",
     "npu subspace",
     "npu w8",
 }
 """Programs that the nightly job lowers and a run of every change does not, since each joins what
 others have one by one: a form of weights of a further kind of block, or several settings. Of the
 families Granite, Gemma 4 (windows), LFM2 (convolutions) and Qwen 3.5 (a delta rule) are lowered on
-every change."""
+every change. Each family of the NPU is lowered on every change for one of its two methods."""
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

@@ -87,8 +87,8 @@ void cblas_sgemm(P, float x, const float* A, int p, const float* B, int q, float
 class Bench:
     """Measures each spec once, in a process of its own, and remembers it."""
 
-    def __init__(self, keep: Path, layers: int, vocab: int, length: int) -> None:
-        self.keep, self.base = keep, {"layers": layers, "vocab": vocab}
+    def __init__(self, keep: Path, length: int, **shape: int) -> None:
+        self.keep, self.base = keep, shape
         self.length = length
         self.known: dict[str, Any] = json.loads(keep.read_text()) if keep.is_file() else {}
 
@@ -226,6 +226,8 @@ def main() -> None:
         )
         parser.add_argument("--layers", type=int, default=24)
         parser.add_argument("--vocab", type=int, default=151936)
+        parser.add_argument("--hidden", type=int, default=896)
+        parser.add_argument("--intermediate", type=int, default=4864)
         parser.add_argument("--length", type=int, default=256)
         parser.add_argument(
             "--values", type=int, nargs="+", help="tokens or ranks instead of the paper's"
@@ -233,8 +235,9 @@ def main() -> None:
         parser.add_argument("--keep", type=Path, default=ROOT / "build/bench/mesp/measured.json")
 
     args = parse_args(__doc__, add, repeats=3)
-    bench = Bench(args.keep, args.layers, args.vocab, args.length)
-    shape = f"{args.layers} layers, {args.vocab} tokens of vocabulary"
+    shape = {name: getattr(args, name) for name in ("layers", "hidden", "intermediate", "vocab")}
+    bench = Bench(args.keep, args.length, **shape)
+    size = f"{args.layers} layers, {args.vocab} tokens of vocabulary"
     shown: dict[str, Any] = {"show_versions": ["mlx"]}
     if args.part == "methods":
         rows = methods(bench)
@@ -248,7 +251,7 @@ def main() -> None:
             args,
             columns,
             title=title,
-            notes=[f"{shape}.", *bars(rows)],
+            notes=[f"{size}.", *bars(rows)],
             **shown,
         )
         args.json, title = False, "MeSP: where the saving comes from"
@@ -258,7 +261,7 @@ def main() -> None:
         return
     shown |= {
         "command": f"python -m benchmarks.mesp.memory --part {args.part}",
-        "notes": [f"{shape}."],
+        "notes": [f"{size}."],
     }
     if args.part == "time":
         columns = [

@@ -37,7 +37,7 @@ RATE, MEZO_SCALE = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class Spec:
-    """A way that is measured; the shape is Qwen2.5-0.5B's.
+    """A way that is measured; the shape is Qwen2.5-0.5B's if no width is given.
 
     Attributes:
         way: mesp, blockwise, checkpoint, autodiff, or mezo.
@@ -53,6 +53,8 @@ class Spec:
     length: int = 256
     rank: int = 8
     vocab: int = 151936
+    hidden: int = 896
+    intermediate: int = 4864
     loss_tiles: int = 64
     tiled_loss: bool = True
     tiles: bool = True
@@ -64,10 +66,12 @@ class Spec:
 
 
 def dims(spec: Spec) -> ModelDims:
-    """Qwen2.5-0.5B."""
+    """Qwen2.5-0.5B, with heads of 64 numbers at any width."""
+    heads = spec.hidden // 64
     return ModelDims(
-        family="qwen2", layers=spec.layers, hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64,
-        vocab=spec.vocab, tied=True, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6, max_positions=32768,
+        family="qwen2", layers=spec.layers, hidden=spec.hidden, intermediate=spec.intermediate,
+        heads=heads, kv_heads=max(1, heads // 7), head_dim=64, vocab=spec.vocab,
+        tied=True, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6, max_positions=32768,
     )  # fmt: skip
 
 
@@ -99,7 +103,7 @@ def weights(spec: Spec, settings: Settings) -> Weights:
     mx.random.seed(0)
     if not spec.folder:
         return resident_weights(evaluated(settings.dims), settings)
-    folder = Path(spec.folder) / f"{spec.layers}-{spec.vocab}"
+    folder = Path(spec.folder) / f"{spec.layers}-{spec.hidden}-{spec.vocab}"
     if not (folder / FINAL).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         for name, actual in arrays(settings.dims):

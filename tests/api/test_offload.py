@@ -284,7 +284,7 @@ torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 rows = datasets.Dataset.from_list([{row} for i in range(24)])
 args = {kind}Config(
-    output_dir=out, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1,
+    output_dir=out, per_device_train_batch_size=2, max_steps=3, learning_rate=1e-3, logging_steps=1,
     report_to=[], use_cpu=True, bf16=False, save_steps=3, max_grad_norm=0.5, weight_decay=0.5,
     gradient_accumulation_steps=2, {settings}
 )
@@ -298,7 +298,7 @@ print(json.dumps([entry for entry in trainer.state.log_history if "loss" in entr
 STOCK: dict[str, dict[str, str]] = {
     "SFT": {
         "row": """{"text": f"row {i} of words {i * i}"}""",
-        "settings": "max_length=24,",
+        "settings": "max_length=12,",
     },
     "DPO": {
         "row": """{"prompt": f"row {i}", "chosen": f" is {i * i}", "rejected": f" was {i + 7}"}""",
@@ -310,8 +310,10 @@ STOCK: dict[str, dict[str, str]] = {
         "more": "reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],",
     },
 }
-"""TRL's scripts by its trainer: the rows, and what that trainer needs. DPO's reference is a model of
-its own, or this one before it trains; GRPO's answers are drawn by the model while it slides."""
+"""TRL's scripts by its trainer: the rows, and what that trainer needs. The rows are few and short:
+nine tenths of a script's time are its loss in Triton's interpreter, a program a token. DPO's
+reference is a model of its own, or this one before it trains; GRPO's answers are drawn by the model
+while it slides."""
 TRACKED = {"SFT": "loss", "DPO": "rewards/margins", "GRPO": "kl"}
 
 

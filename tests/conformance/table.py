@@ -8,6 +8,7 @@ writes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 ARTIFACTS = ("jetson", "cuda-server")
@@ -67,12 +68,22 @@ LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "ful
 LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
 GEMMA4: dict[str, Any] = {"family": "gemma4_text", "sizes": {"layers": 4}}
 """The last two layers attend to keys and values of the first two."""
-BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
-WHOLE = "float32 and bfloat16; AdamW itself if the subspace is as large as the matrices"
-IN_MLX = "float32; 4-bit and streamed weights"
-REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
+BIAS: dict[str, Any] = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 SUBSPACE = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 5}
 """The default of prge if PyTorch trains, as `for_training` decides it; fewer rows."""
+STREAMED = {"weight_placement": "streamed"}
+
+MEZO = partial(Row, "mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5)
+LORA = partial(Row, "lora", "torch-cpu", adapter_error=2e-4)
+LORA_FA = partial(Row, "lora-fa", "torch-cpu", adapter_error=2e-4)
+FULL = partial(Row, "full", "torch-cpu", adapter_error=1e-3)
+MASTERS = "float32 and bfloat16 with float32 masters"
+SLIDEFORMER = partial(Row, "slideformer", "torch-cpu", MASTERS, adapter_error=1e-3)
+WHOLE = "float32 and bfloat16; AdamW itself if the subspace is as large as the matrices"
+LSP = partial(Row, "lsp", "torch-cpu", WHOLE, adapter_error=1e-3)
+MESP = partial(Row, "mesp", "torch-cpu", adapter_error=2e-4)
+REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
+REVFFN = partial(Row, "revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3)
 EAGER = (
     Row("prge", "torch-cpu"),
     Row("prge", "torch-cpu", settings=SUBSPACE, adapter_error=1e-5),
@@ -80,80 +91,35 @@ EAGER = (
     Row("prge", "torch-cpu", family="lfm2"),
     Row("prge", "torch-cpu", family="qwen3_5_text"),
     Row("prge", "torch-cpu", **GEMMA4),
-    Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5),
-    Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5, **BIAS),
-    Row("lora", "torch-cpu", adapter_error=2e-4),
-    Row("lora", "torch-cpu", adapter_error=2e-4, **BIAS),
-    Row("lora-fa", "torch-cpu", adapter_error=2e-4),
-    Row("lora-fa", "torch-cpu", adapter_error=2e-4, **BIAS),
-    Row("full", "torch-cpu", adapter_error=1e-3),
-    Row("full", "torch-cpu", adapter_error=1e-3, **BIAS),
-    Row("full", "torch-cpu", family="gpt2", adapter_error=1e-3),
-    Row("full", "torch-cpu", family="mistral", adapter_error=1e-3),
-    Row(
-        "slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        adapter_error=1e-3,
-        **BIAS,
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        {"micro_batch_size": 1},
-        family="gpt2",
-        adapter_error=1e-3,
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        family="lfm2",
-        adapter_error=1e-3,
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        family="lfm2_moe",
-        adapter_error=1e-3,
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        family="qwen3_5_text",
-        adapter_error=1e-3,
-    ),
-    Row(
-        "slideformer",
-        "torch-cpu",
-        "float32 and bfloat16 with float32 masters",
-        adapter_error=1e-3,
-        **GEMMA4,
-    ),
-    Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
-    Row("lsp", "torch-cpu", WHOLE, family="granitemoe", adapter_error=1e-3),
-    Row("lsp", "torch-cpu", WHOLE, family="lfm2", adapter_error=1e-3),
-    Row("lsp", "torch-cpu", WHOLE, family="qwen3_5_text", adapter_error=1e-3),
-    Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3, **GEMMA4),
-    Row("lsp", "torch-cpu", WHOLE, {"schedule": "zero"}, adapter_error=1e-3, **BIAS),
-    Row("mesp", "torch-cpu", adapter_error=2e-4),
-    Row(
-        "mesp",
-        "torch-cpu",
-        settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1},
-        adapter_error=2e-4,
-        **BIAS,
-    ),
-    Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
-    Row("mesp", "torch-cpu", adapter_error=2e-4, **GEMMA4),
+    MEZO(),
+    MEZO(**BIAS),
+    LORA(),
+    LORA(**BIAS),
+    LORA_FA(),
+    LORA_FA(**BIAS),
+    FULL(),
+    FULL(**BIAS),
+    FULL(family="gpt2"),
+    FULL(family="mistral"),
+    SLIDEFORMER(),
+    SLIDEFORMER(**BIAS),
+    SLIDEFORMER(settings={"micro_batch_size": 1}, family="gpt2"),
+    SLIDEFORMER(family="lfm2"),
+    SLIDEFORMER(family="lfm2_moe"),
+    SLIDEFORMER(family="qwen3_5_text"),
+    SLIDEFORMER(**GEMMA4),
+    LSP(),
+    LSP(family="granitemoe"),
+    LSP(family="lfm2"),
+    LSP(family="qwen3_5_text"),
+    LSP(**GEMMA4),
+    LSP(settings={"schedule": "zero"}, **BIAS),
+    MESP(),
+    MESP(settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, **BIAS),
+    MESP(family="mistral"),
+    MESP(**GEMMA4),
     *(
-        Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
+        MESP(family=family)
         for family in (
             "granite",
             "granitemoe",
@@ -168,349 +134,128 @@ EAGER = (
             "smollm3",
         )
     ),
-    Row("lora", "torch-cpu", family="lfm2_moe", adapter_error=2e-4),
-    Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
-    Row(
-        "mesp",
-        "torch-cpu",
-        family="gemma3_text",
-        sizes={"layers": 3},
-        loss_error=1e-5,
-        adapter_error=2e-4,
-    ),
-    Row("revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3),
-    Row(
-        "revffn",
-        "torch-cpu",
-        REVERSIBLE,
-        {"coupling": "exact"},
-        loss_error=1e-5,
-        adapter_error=1e-3,
-        **BIAS,
-    ),
-    Row(
-        "revffn",
-        "torch-cpu",
-        REVERSIBLE,
-        {"micro_batch_size": 1},
-        "qwen2_moe",
-        loss_error=1e-5,
-        adapter_error=1e-3,
-    ),
-    Row(
-        "revffn",
-        "torch-cpu",
-        REVERSIBLE,
-        {"coupling": "paper", "streams": "float32", "not_converged": "store"},
-        "mistral",
-        loss_error=1e-5,
-        adapter_error=1e-3,
+    LORA(family="lfm2_moe"),
+    LORA(family="qwen3_moe"),
+    MESP(family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5),
+    REVFFN(),
+    REVFFN(settings={"coupling": "exact"}, **BIAS),
+    REVFFN(settings={"micro_batch_size": 1}, family="qwen2_moe"),
+    REVFFN(
+        settings={"coupling": "paper", "streams": "float32", "not_converged": "store"},
+        family="mistral",
     ),
 )
+GPU = partial(Row, backend="torch-cuda", loss_error=1e-5, gradient_error=2e-2)
 CUDA = tuple(
-    Row(
-        method,
-        "torch-cuda",
-        loss_error=1e-5,
-        gradient_error=2e-2,
-        adapter_error=error,
-        claimed=claimed,
-    )
-    for method, error, claimed in (
-        ("prge", 1e-5, True),
-        ("mezo", 5e-5, True),
-        ("lora", 1e-3, True),
-        ("lora-fa", 1e-3, True),
-        ("full", 2e-3, True),
-        ("slideformer", 2e-3, True),
-        ("lsp", 2e-3, True),
-        ("mesp", 1e-3, True),
-        ("revffn", 2e-3, True),
+    GPU(method, adapter_error=error)
+    for method, error in (
+        ("prge", 1e-5),
+        ("mezo", 5e-5),
+        ("lora", 1e-3),
+        ("lora-fa", 1e-3),
+        ("full", 2e-3),
+        ("slideformer", 2e-3),
+        ("lsp", 2e-3),
+        ("mesp", 1e-3),
+        ("revffn", 2e-3),
     )
 )
 # Not claimed before it has passed on a GPU; the pair is, by the row of the paper's settings.
-CUDA += (
-    Row(
-        "prge",
-        "torch-cuda",
-        "",
-        SUBSPACE,
-        loss_error=1e-5,
-        gradient_error=2e-2,
-        adapter_error=1e-4,
-        claimed=False,
-    ),
-)
-EXACT = "float32 weights, exact gradients; functions of one block"
+CUDA += (GPU("prge", claim="", settings=SUBSPACE, adapter_error=1e-4, claimed=False),)
+FORMS = "float32 and 4-bit weights, functional and stateful"
+PRGE_PROGRAM = partial(Row, "prge", "android-cpu", FORMS)
+BLOCKS = partial(Row, "mesp", "android-cpu", adapter_error=2e-4)
+EXACT = partial(BLOCKS, "float32 weights, exact gradients; functions of one block")
 ROUNDED = "{} weights (`{}`), exact gradients over them; functions of one block"
-NEAR = "8-bit weights and activations (`8da8w`), gradients near those over the weights; functions of one block"
-NEAR4 = "4-bit weights and 8-bit activations (`8da4w`), gradients near those over the weights; functions of one block"
+INT8 = partial(BLOCKS, ROUNDED.format("8-bit", "int8"))
+Q4 = partial(BLOCKS, ROUNDED.format("4-bit", "q4"))
+NEAR = "{} (`{}`), gradients near those over the weights; functions of one block"
+INTEGERS = partial(
+    Row,
+    "mesp",
+    "android-cpu",
+    NEAR.format("8-bit weights and activations", "8da8w"),
+    loss_error=5e-3,
+)
+FOUR_BITS = NEAR.format("4-bit weights and 8-bit activations", "8da4w")
+PRGE_NPU = partial(
+    Row, "prge", "android-npu", "float16 blocks, the rest float32; in QNN's simulator",
+    loss_error=2e-3, gradient_error=1e-1,
+)  # fmt: skip
+MESP_NPU = partial(
+    Row, "mesp", "android-npu",
+    "exact gradients: float16 blocks, the rest float32; in QNN's simulator",
+    loss_error=2e-3, adapter_error=1e-4,
+)  # fmt: skip
 PROGRAMS = (
-    Row(
-        "prge",
-        "android-cpu",
-        "float32 and 4-bit weights, functional and stateful",
-        program="functional",
-    ),
-    Row(
-        "prge",
-        "android-cpu",
-        "float32 and 4-bit weights, functional and stateful",
-        program="stateful",
-    ),
-    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
-    Row(
-        "prge",
-        "android-cpu",
-        "float32 and 4-bit weights, functional and stateful",
-        program="gemma3_text",
-    ),
-    Row(
-        "prge",
-        "android-cpu",
-        "float32 and 4-bit weights, functional and stateful",
-        program="lfm2",
-    ),
-    Row(
-        "prge",
-        "android-cpu",
-        "float32 and 4-bit weights, functional and stateful",
-        program="subspace, answers",
-        adapter_error=1e-5,
-    ),
-    Row("mesp", "android-cpu", EXACT, program="blocks", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks, sgd", adapter_error=1e-5),
+    PRGE_PROGRAM(program="functional"),
+    PRGE_PROGRAM(program="stateful"),
+    PRGE_PROGRAM(program="q4"),
+    PRGE_PROGRAM(program="gemma3_text"),
+    PRGE_PROGRAM(program="lfm2"),
+    PRGE_PROGRAM(program="subspace, answers", adapter_error=1e-5),
+    EXACT(program="blocks"),
+    EXACT(program="blocks, sgd", adapter_error=1e-5),
     # XNNPACK adds in another order on a CPU without AVX-512, and AdamW divides by what is small:
     # 7e-8 at first, 1.4e-5 after five steps.
-    Row(
-        "mesp",
-        "android-cpu",
-        EXACT,
-        program="blocks of gemma3_text",
-        loss_error=2e-5,
-        adapter_error=3e-5,
-    ),
-    Row("mesp", "android-cpu", EXACT, program="blocks of gemma4_text", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of granite", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of granitemoe", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of lfm2", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of lfm2_moe", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of qwen2_moe", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_moe", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of qwen3_5_text", adapter_error=2e-4),
-    Row("mesp", "android-cpu", EXACT, program="blocks of smollm3", adapter_error=2e-4),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("8-bit", "int8"),
-        program="blocks, int8",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4dq"),
-        program="blocks, q4dq",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks of lfm2, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("8-bit", "int8"),
-        program="blocks of granitemoe, int8",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks of lfm2_moe, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        NEAR,
-        program="blocks of lfm2, 8da8w",
-        loss_error=5e-3,
-        adapter_error=4e-3,  # a convolution multiplies three products of integers
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("8-bit", "int8"),
-        program="blocks of gemma4_text, int8",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks of gemma4_text, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        NEAR,
-        program="blocks of gemma4_text, 8da8w",
-        loss_error=5e-3,
-        adapter_error=4e-3,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("8-bit", "int8"),
-        program="blocks of qwen3_5_text, int8",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        ROUNDED.format("4-bit", "q4"),
-        program="blocks of qwen3_5_text, q4",
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "android-cpu",
-        NEAR,
-        program="blocks of qwen3_5_text, 8da8w",
-        loss_error=3e-2,
-        adapter_error=3e-2,  # a delta rule multiplies what four products of integers gave
-    ),
-    Row("mesp", "android-cpu", NEAR, program="blocks, 8da8w", loss_error=5e-3, adapter_error=1e-3),
-    Row("mesp", "android-cpu", NEAR4, program="blocks, 8da4w", loss_error=5e-3, adapter_error=1e-3),
-    Row(
-        "prge",
-        "android-npu",
-        "float16 blocks, the rest float32; in QNN's simulator",
-        program="npu",
-        loss_error=2e-3,
-        gradient_error=1e-1,
-    ),
-    *(
-        Row(
-            "prge",
-            "android-npu",
-            "float16 blocks, the rest float32; in QNN's simulator",
-            program=f"npu {family}",
-            loss_error=2e-3,
-            gradient_error=1e-1,
-        )
-        for family in ("gemma3_text", "phi3", "qwen3", "smollm3")
-    ),
-    Row(
-        "prge",
-        "android-npu",
-        "float16 blocks, the rest float32; in QNN's simulator",
-        program="npu subspace",
-        loss_error=5e-3,  # over two answers a loss is a difference of two logits alone
-        gradient_error=1e-1,
-        adapter_error=1e-5,
-    ),
-    Row(
-        "mesp",
-        "android-npu",
-        "exact gradients: float16 blocks, the rest float32; in QNN's simulator",
-        program="npu blocks, sgd",
-        loss_error=2e-3,
-        adapter_error=1e-4,
-    ),
-    *(
-        Row(
-            "mesp",
-            "android-npu",
-            "exact gradients: float16 blocks, the rest float32; in QNN's simulator",
-            program=f"npu blocks of {family}",
-            loss_error=2e-3,
-            adapter_error=1e-4,
-        )
-        for family in ("phi3", "qwen3", "smollm3")
-    ),
+    EXACT(program="blocks of gemma3_text", loss_error=2e-5, adapter_error=3e-5),
+    EXACT(program="blocks of gemma4_text"),
+    EXACT(program="blocks of granite"),
+    EXACT(program="blocks of granitemoe"),
+    EXACT(program="blocks of lfm2"),
+    EXACT(program="blocks of lfm2_moe"),
+    EXACT(program="blocks of qwen2_moe"),
+    EXACT(program="blocks of qwen3_moe"),
+    EXACT(program="blocks of qwen3_5_text"),
+    EXACT(program="blocks of smollm3"),
+    INT8(program="blocks, int8"),
+    Q4(program="blocks, q4"),
+    BLOCKS(ROUNDED.format("4-bit", "q4dq"), program="blocks, q4dq"),
+    Q4(program="blocks of lfm2, q4"),
+    INT8(program="blocks of granitemoe, int8"),
+    Q4(program="blocks of lfm2_moe, q4"),
+    # A convolution multiplies three products of integers.
+    INTEGERS(program="blocks of lfm2, 8da8w", adapter_error=4e-3),
+    INT8(program="blocks of gemma4_text, int8"),
+    Q4(program="blocks of gemma4_text, q4"),
+    INTEGERS(program="blocks of gemma4_text, 8da8w", adapter_error=4e-3),
+    INT8(program="blocks of qwen3_5_text, int8"),
+    Q4(program="blocks of qwen3_5_text, q4"),
+    # A delta rule multiplies what four products of integers gave.
+    INTEGERS(program="blocks of qwen3_5_text, 8da8w", loss_error=3e-2, adapter_error=3e-2),
+    INTEGERS(program="blocks, 8da8w", adapter_error=1e-3),
+    BLOCKS(FOUR_BITS, program="blocks, 8da4w", loss_error=5e-3, adapter_error=1e-3),
+    PRGE_NPU(program="npu"),
+    *(PRGE_NPU(program=f"npu {family}") for family in ("gemma3_text", "phi3", "qwen3", "smollm3")),
+    # Over two answers a loss is a difference of two logits alone.
+    PRGE_NPU(program="npu subspace", loss_error=5e-3, adapter_error=1e-5),
+    MESP_NPU(program="npu blocks, sgd"),
+    *(MESP_NPU(program=f"npu blocks of {family}") for family in ("phi3", "qwen3", "smollm3")),
+)
+MESP_IN_MLX = partial(
+    Row, "mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4
+)
+MLX_PROGRAM = partial(
+    Row, "mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4
 )
 MLX = (
-    Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4),
-    Row(
-        "mesp",
-        "mlx-cpu",
-        "float32; 4-bit and streamed weights",
-        {"weight_placement": "streamed"},
-        adapter_error=2e-4,
-        **BIAS,
-    ),
-    Row(
-        "mesp",
-        "mlx-cpu",
-        IN_MLX,
-        family="gemma3_text",
-        sizes={"layers": 3},
-        loss_error=1e-5,
-        adapter_error=2e-4,
-    ),
-    Row("mesp", "mlx-cpu", IN_MLX, {"weight_placement": "streamed"}, "lfm2", adapter_error=2e-4),
-    Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
-    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
-    Row("mesp", "mlx-cpu", IN_MLX, adapter_error=2e-4, **GEMMA4),
-    Row(
-        "mesp",
-        "mlx-cpu",
-        IN_MLX,
-        {"weight_placement": "streamed"},
-        "qwen3_5_text",
-        adapter_error=2e-4,
-    ),
+    MESP_IN_MLX(),
+    MESP_IN_MLX(settings=STREAMED, **BIAS),
+    MESP_IN_MLX(family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5),
+    MESP_IN_MLX(settings=STREAMED, family="lfm2"),
+    MESP_IN_MLX(family="phi3"),
+    MESP_IN_MLX(family="qwen3"),
+    MESP_IN_MLX(**GEMMA4),
+    MESP_IN_MLX(settings=STREAMED, family="qwen3_5_text"),
     # With more layers two experts come within 1e-7 of each other, and either may be a token's.
-    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", sizes={"layers": 1}, adapter_error=2e-4),
-    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
-    Row(
-        "mesp",
-        "apple-mlx",
-        "float32 on the CPU; not run on Metal",
-        family="lfm2",
-        sizes={"layers": 3},
-        adapter_error=2e-4,
-    ),
-    Row(
-        "mesp",
-        "apple-mlx",
-        "float32 on the CPU; not run on Metal",
-        family="qwen3_5_text",
-        sizes={"layers": 3},
-        loss_error=2e-5,  # differences of products in a delta rule; PyTorch's float32 is as far
-        adapter_error=2e-4,
-    ),
-    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4, **GEMMA4),
-    Row(
-        "mesp",
-        "apple-mlx",
-        "float32 on the CPU; not run on Metal",
-        {"mlp_tiles": 3},
-        adapter_error=2e-4,
-        **BIAS,
-    ),
-    Row(
-        "mesp",
-        "apple-mlx",
-        "float32 on the CPU; not run on Metal",
-        family="qwen3_moe",
-        sizes={"layers": 1},
-        adapter_error=2e-4,
-    ),
+    MESP_IN_MLX(family="qwen3_moe", sizes={"layers": 1}),
+    MLX_PROGRAM(),
+    MLX_PROGRAM(family="lfm2", sizes={"layers": 3}),
+    # Differences of products in a delta rule; PyTorch's float32 is as far.
+    MLX_PROGRAM(family="qwen3_5_text", sizes={"layers": 3}, loss_error=2e-5),
+    MLX_PROGRAM(**GEMMA4),
+    MLX_PROGRAM(settings={"mlp_tiles": 3}, **BIAS),
+    MLX_PROGRAM(family="qwen3_moe", sizes={"layers": 1}),
 )
 PACKED = {
     "jetson": "NF4 and INT8 weights; on the CPU here",

@@ -31,7 +31,7 @@ from tests.fleet.fleets import charter
 from tests.methods.mesp.reference import errors, exact, rows
 from tests.methods.test_weighted_steps import whole_loss
 from tests.objectives.test_objectives import FORMULAS, SETTINGS
-from tests.programs import config, model, needs_qnn, program
+from tests.programs import config, model, needs_qnn, parameters, program
 
 REFERENCE = np.random.default_rng(5).normal(-40, 3, (1, 2))
 LIKED = np.array([True])
@@ -110,7 +110,7 @@ def with_random_b(session: Any) -> dict[str, np.ndarray]:
     return session.adapter().tensors
 
 
-@pytest.mark.parametrize("program_name", BLOCKS)
+@pytest.mark.parametrize("program_name", parameters(BLOCKS))
 def test_a_block_program_learns_the_gradient_of_the_whole_loss(program_name: str) -> None:
     pytest.importorskip("executorch.exir")
     session = open_artifact(program(program_name))
@@ -140,7 +140,7 @@ def steps_of(out: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("made", [short_pairs, short_thumbs], ids=["pairs", "thumbs"])
-@pytest.mark.parametrize("program_name", BLOCKS)
+@pytest.mark.parametrize("program_name", parameters(BLOCKS))
 def test_run_learns_what_train_learns(program_name: str, made: Any, tmp_path: Path) -> None:
     pytest.importorskip("executorch.exir")
     loaded = rounded(program_name)

@@ -33,7 +33,7 @@ from ondevice.objectives import Answers, Grpo
 from ondevice.training.events import read_log
 from tests.exporters.test_preferences import rounded, with_random_b
 from tests.methods.mesp.reference import errors, exact
-from tests.programs import model, needs_qnn, program
+from tests.programs import marks, model, needs_qnn, program
 
 PROMPT = (65, 66, 67, 32, 100)
 REWARDS = np.array([1.0, 0.25])
@@ -110,7 +110,10 @@ def learned(
     return loss, gradient, whole_loss(found[0], tokens)
 
 
-@pytest.mark.parametrize(("name", "length"), [("blocks", 16), ("pairs, int8", 64)])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("blocks", 16), pytest.param("pairs, int8", 64, marks=marks("pairs, int8"))],
+)
 def test_a_program_learns_the_gradient_of_grpo_for_the_answers_that_it_wrote(
     name: str, length: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from ondevice.training.preferences import texts_of
 from tests.methods.mesp.reference import errors, exact, learned, session
 from tests.methods.reference import in_double
 
-pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+for package in ("trl", "datasets"):  # found, not imported: every worker collects this file
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
 MAX_LENGTH = 120
 SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3},
@@ -77,6 +79,7 @@ def parts(text: Example) -> tuple[list[int], list[int]]:
 
 def trainer(name: str, model: Any, tokenizer: Any, folder: Path) -> Any:
     """TRL's trainer of an objective, over a model with an adapter."""
+    import datasets
     import trl
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer

@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from ondevice.runtime_ops import build, generator, native
+from tests.sampling import ALL
 
 CSRC = build.SOURCES.resolve()
 GOLDEN = generator.GOLDEN_PATH
 AARCH64 = 183
 """ELF's number of the machine."""
+KERNELS_OF_EXECUTORCH = ["ondevice_executorch"] if ALL else []
+"""Compiled by the nightly job: on every change `build.py` and the native host compile the same
+sources, the host for 64-bit ARM too."""
 HOW = {
     "cmake": "apt install cmake",
     "aarch64-linux-gnu-g++": "apt install g++-aarch64-linux-gnu",
@@ -62,6 +66,12 @@ def configure(folder: Path, *options: str, status: int = 0) -> str:
     )
 
 
+def compile_targets(folder: Path) -> None:
+    """Build the checks, the library and, in the nightly job, ExecuTorch's kernels."""
+    targets = ["golden_check", "ondevice_ops", *KERNELS_OF_EXECUTORCH]
+    run("cmake", "--build", folder, "--parallel", "2", "--target", *targets)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build folder for this machine; with ExecuTorch installed, its kernels as a module of its
@@ -73,7 +83,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         paths = ";".join(str(path) for path in build.runtime_libraries())
         runtime = [f"-DEXECUTORCH_RUNTIME={paths}"]
     configure(folder, *runtime)
-    run("cmake", "--build", folder, "--parallel", "2")
+    compile_targets(folder)
     return folder
 
 
@@ -152,6 +162,7 @@ def test_the_library_draws_the_golden_signs(here):
     assert list(out) == [sign for row in case["rademacher"] for sign in row]
 
 
+@pytest.mark.nightly
 def test_the_module_registers_every_kernel_with_the_runtime(here, warm):
     if importlib.util.find_spec("executorch") is None:
         pytest.skip("executorch is not installed")
@@ -172,7 +183,7 @@ def test_the_module_registers_every_kernel_with_the_runtime(here, warm):
 def test_golden_values_on_64_bit_arm(here, tmp_path):
     need("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
     configure(tmp_path, "--toolchain", str(CSRC / "toolchains/aarch64-linux-gnu.cmake"))
-    run("cmake", "--build", tmp_path, "--parallel", "2")
+    compile_targets(tmp_path)
     program = tmp_path / "golden_check"
     header = program.read_bytes()[:20]
     assert header[:4] == b"\x7fELF" and struct.unpack("<H", header[18:20])[0] == AARCH64
@@ -187,9 +198,9 @@ def test_golden_values_on_64_bit_arm(here, tmp_path):
     assert agreed[0].split(",")[0] == agreed[1].split(",")[0]
     assert {"integers: dotprod", "integers: neon", "integers: plain"} <= set(output.splitlines())
     assert normals_of(output) == normals_of(native_output), "normals have other bits on ARM"
-    names = ["ops", "generator"] + (
-        ["executorch"] if importlib.util.find_spec("executorch") else []
-    )
+    names = ["ops", "generator"]
+    if KERNELS_OF_EXECUTORCH and importlib.util.find_spec("executorch") is not None:
+        names.append("executorch")
     for name in names:
         assert machines(tmp_path / f"libondevice_{name}.a") == {AARCH64}
 

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import scipy  # `stats` is imported at its first use, by one worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from ondevice.core.errors import ConfigError
 from ondevice.runtime_ops import generator, golden
@@ -95,10 +95,10 @@ def test_moments_of_the_normals(normals):
 
 
 def test_quantiles_of_the_normals(normals):
-    edges = stats.norm.ppf(np.linspace(0, 1, 257))
+    edges = scipy.stats.norm.ppf(np.linspace(0, 1, 257))
     observed = np.histogram(normals, edges)[0]
-    assert stats.chisquare(observed).pvalue > 1e-4
-    assert stats.kstest(normals[::7], "norm").pvalue > 1e-4
+    assert scipy.stats.chisquare(observed).pvalue > 1e-4
+    assert scipy.stats.kstest(normals[::7], "norm").pvalue > 1e-4
 
 
 def test_bits_and_bytes_of_the_words_are_uniform():
@@ -108,7 +108,7 @@ def test_bits_and_bytes_of_the_words_are_uniform():
     assert np.abs(z).max() < 4.8
     for byte in range(8):
         observed = np.bincount(word.view(np.uint8).reshape(-1, 8)[:, byte], minlength=256)
-        assert stats.chisquare(observed).pvalue > 1e-5
+        assert scipy.stats.chisquare(observed).pvalue > 1e-5
 
 
 def test_one_flipped_input_bit_flips_half_of_the_key():
@@ -156,4 +156,4 @@ def test_runs_of_the_signs():
     assert abs(signs.mean()) < 4.5 / np.sqrt(COUNT)
     assert set(np.unique(signs)) == {-1.0, 1.0}
     nibbles = ((signs.reshape(-1, 8) < 0) @ (1 << np.arange(8))).astype(np.int64)
-    assert stats.chisquare(np.bincount(nibbles, minlength=256)).pvalue > 1e-4
+    assert scipy.stats.chisquare(np.bincount(nibbles, minlength=256)).pvalue > 1e-4

@@ -58,12 +58,8 @@ def apply_template(tokenizer: Any, turns: Sequence[Any], **named: Any) -> str:
         MissingPackageError: jinja2 is not installed.
         ModelError: the template would take too much memory or time.
     """
-    try:
-        from ondevice.data.tasks import sandbox
-
-        sandbox.install()
-    except ImportError:
-        raise _no_jinja() from None
+    sandbox = _sandbox()
+    sandbox.install()
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, **named))
     except sandbox.TemplateLimitError as error:
@@ -90,7 +86,7 @@ class ChatTemplate:
         except ValueError as error:
             message = str(error).strip().partition("\n")[0]
             raise DataError(message, hint="name one of them 'default'") from None
-        variables = _variables_of(self.source)
+        variables = _sandbox().variables_of(self.source)
         self.takes_documents = "documents" in variables
         """True if a conversation may have documents."""
         self.variables = variables - _OWN - set(tokenizer.special_tokens_map)
@@ -290,40 +286,13 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _variables_of(source: str) -> frozenset[str]:
-    """Return the variables of a template that a caller may set."""
+def _sandbox() -> Any:
+    """Import `sandbox`, which imports jinja2."""
     try:
-        from jinja2 import Environment, TemplateError, meta, nodes
-        from jinja2.ext import Extension
+        from ondevice.data.tasks import sandbox
     except ImportError:
         raise _no_jinja() from None
-
-    class Generation(Extension):
-        """Replaces `{% generation %}`, which marks answers in training templates, by its body."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    # The template is parsed, never rendered.
-    environment = Environment(extensions=["jinja2.ext.loopcontrols", Generation])
-    try:
-        tree = environment.parse(source)
-    except TemplateError as error:
-        raise DataError(
-            f"the tokenizer's chat template cannot be read: {error}",
-            hint="correct chat_template.jinja next to the model's tokenizer.json",
-        ) from None
-    stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    asked = {
-        test.node.name
-        for test in tree.find_all(nodes.Test)
-        if test.name == "defined" and isinstance(test.node, nodes.Name)
-    }
-    # A name that the template sets is its own, unless it first asks whether the name is defined.
-    return frozenset(meta.find_undeclared_variables(tree) - (stored - asked))
+    return sandbox
 
 
 def _no_jinja() -> MissingPackageError:

@@ -17,11 +17,15 @@ from collections.abc import Callable, Collection, Mapping, Set
 from itertools import islice
 from typing import Any
 
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
+from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+
+from ondevice.core.errors import DataError
 
 MOST = 32_000_000
 """Characters that one rendering may create, including intermediate texts."""
@@ -351,6 +355,43 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         result = super().call(__context, __obj, *args, **kwargs)
         spend(_size(result))
         return result
+
+
+class _Generation(Extension):
+    """Replaces `{% generation %}`, which marks answers in training templates, by its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables of a template that a caller may set.
+
+    Jinja computes constants such as `'A' * 10**9` while it looks for variables, so the environment
+    is the limited one here, too.
+
+    Raises:
+        DataError: the template cannot be read.
+    """
+    environment = LimitedEnvironment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    try:
+        tree = environment.parse(source)
+    except TemplateError as error:
+        raise DataError(
+            f"the tokenizer's chat template cannot be read: {error}",
+            hint="correct chat_template.jinja next to the model's tokenizer.json",
+        ) from None
+    stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    asked = {
+        test.node.name
+        for test in tree.find_all(nodes.Test)
+        if test.name == "defined" and isinstance(test.node, nodes.Name)
+    }
+    # A name that the template sets is its own, unless it first asks whether the name is defined.
+    return frozenset(meta.find_undeclared_variables(tree) - (stored - asked))
 
 
 def install() -> None:

@@ -128,6 +128,18 @@ def test_a_bomb_is_refused_before_it_takes_memory(limited, monkeypatch, name: st
     assert peak < MOST_MIB << 20, f"{peak >> 20} MiB"
 
 
+@pytest.mark.parametrize("name", BOMBS)
+def test_looking_for_a_templates_variables_takes_no_memory(name: str) -> None:
+    """Jinja computes constants when it looks for them: a product of a text and a number too."""
+    tracemalloc.start()
+    try:
+        assert sandbox.variables_of(BOMBS[name] + "{{ own }}") == {"own"}
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_MIB << 20, f"{peak >> 20} MiB"
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_without_end_are_refused(limited, monkeypatch, name: str) -> None:
     monkeypatch.setattr(sandbox, "MOST_S", 0.3)

@@ -38,7 +38,7 @@ from ondevice.methods.mesp.torch.weights import halves
 from ondevice.models import load_model, save_tiny
 from ondevice.nn.adapters import adapted
 from tests.methods.reference import batch
-from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
+from tests.programs import NPU_BLOCKS, config, marks, model, needs_qnn, program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch.blocks_model import BlocksModel
@@ -65,7 +65,7 @@ def rows(seed: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if "blocks of" in name else [])
+        pytest.param(name, marks=marks(name) + [pytest.mark.slow] * ("blocks of" in name))
         for name in NPU_BLOCKS
     ],
 )
