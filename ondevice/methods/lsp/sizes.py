@@ -131,6 +131,36 @@ def wire(dims: ModelDims, config: LspConfig) -> int:
     return (blocks - saved) // dims.layers
 
 
+@dataclass(frozen=True)
+class Wires:
+    """What crosses the bus in each direction.
+
+    Attributes:
+        shapes: that are projected; `tables` those of embedding and head.
+        layer: numbers of a layer; the mean if layers differ.
+        widest: numbers of the largest unit.
+        every: numbers of all units together.
+    """
+
+    shapes: list[Projected]
+    layer: int
+    every: int
+
+    @property
+    def tables(self) -> list[Projected]:
+        return [shape for shape in self.shapes if shape.kind != "layer"]
+
+    @property
+    def widest(self) -> int:
+        return max([self.layer, *(shape.numel for shape in self.tables)])
+
+
+def wires(dims: ModelDims, config: LspConfig) -> Wires:
+    """Return the sizes of what crosses the bus."""
+    every = narrow(dims, config) + exact(dims, config)
+    return Wires(projected(dims, config), wire(dims, config), every)
+
+
 def exact(dims: ModelDims, config: LspConfig) -> int:
     """Return parameters that are trained as they are."""
     return dims.parameters - sum(
