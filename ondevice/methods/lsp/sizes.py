@@ -85,8 +85,9 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
     stacks = Counter((one.inputs, one.outputs, one.experts) for one in dims.expert_list)
     for (inputs, outputs, experts), count in stacks.items():
         shapes.append(("layer", inputs, outputs, count * experts, experts))
-    shapes.append(("head", dims.vocab, dims.hidden, 1, 1))
-    if not dims.tied:
+    if config.project_tables:
+        shapes.append(("head", dims.vocab, dims.hidden, 1, 1))
+    if config.project_tables and not dims.tied:
         shapes.append(("embedding", dims.vocab, dims.hidden, 1, 1))
     s = config.subspace
     return [
