@@ -4,8 +4,14 @@ the bytes of gradients that cross the bus.
     python -m benchmarks.lsp.mixture --record
 
 A small Qwen3-MoE first learns WikiText-2's bytes from nothing, in full. Its weights then learn
-SST-2's sentences for `--steps` steps: in full, and by LSP with each subspace and rate. Losses are
-of rows that no step saw. `off` is how far a loss is above that of full training.
+SST-2's sentences for `--steps` steps: in full, and by LSP with each variant and rate. Losses are
+of rows that no step saw. `off` is how far a loss is above that of full training with the same seed,
+which draws rows and projectors.
+
+A variant is a subspace and words after colons: `48:signs:tables` has `projector_values: signs` with
+`nonzeros: 1` instead of four normal numbers a row, and `project_tables: false`; `every25` draws new
+projectors every 25 steps; `@2e-3` is its own rate. With `--log` finished runs are kept there, and
+what is there is not run again.
 """
 
 from __future__ import annotations
@@ -13,12 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import add_arguments, finish, parse_args
 
 NEEDS = ()
 NAME = "lsp/mixture"
@@ -45,47 +53,102 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=int, default=600, help="steps on WikiText-2")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=1e-3, help="of full training")
-    parser.add_argument("--subspaces", default="32,48")
-    parser.add_argument("--rates", default="1e-3,2e-3", help="of LSP")
+    parser.add_argument("--variants", default="48,48:signs,48:signs:tables")
+    parser.add_argument("--rates", default="1e-3,3e-3", help="of LSP")
+    parser.add_argument("--seeds", type=int, default=1)
+    add_arguments(parser, "--log")
+
+
+def settings_of(variant: str) -> dict[str, Any]:
+    """LSP's settings of a variant."""
+    subspace, *words = variant.split(":")
+    settings: dict[str, Any] = {"subspace": int(subspace), "nonzeros": 4}
+    for word in words:
+        if word == "signs":
+            settings |= {"projector_values": "signs", "nonzeros": 1}
+        elif word == "tables":
+            settings["project_tables"] = False
+        else:
+            settings["check_every"] = int(word.removeprefix("every"))
+    return settings
+
+
+class Runs:
+    """Runs from the same weights, those in the log not again."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        wiki = (args.data / "wikitext2" / "train.txt").read_text(encoding="utf-8")
+        lines = (args.data / "sst2" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        self.wiki = bytes_of(wiki)
+        rows = [json.loads(line)["prompt_fields"]["sentence"] for line in lines]
+        self.sentences = bytes_of("\n".join(rows))
+        self.found: dict[str, dict[str, Any]] = {}
+        if args.log is not None and args.log.exists():
+            entries = [json.loads(line) for line in args.log.read_text().splitlines()]
+            self.found = {entry.pop("run"): entry for entry in entries}
+
+    @cached_property
+    def start(self) -> dict[str, Any]:
+        """The loss and the weights before."""
+        path = None if self.args.log is None else self.args.log.with_suffix(".pt")
+        if path is not None and path.exists():
+            return torch.load(path)
+        start = learn("slideformer", None, self.wiki, self.args.before, self.args.rate, 0)
+        if path is not None:
+            torch.save(start, path)
+        return start
+
+    def run(self, variant: str, rate: float, seed: int) -> dict[str, Any]:
+        """The result of a run."""
+        key = f"{variant} {rate:g} {seed} {self.args.before} {self.args.steps}"
+        if key not in self.found:
+            name = "slideformer" if variant == "full" else "lsp"
+            lsp = {} if variant == "full" else settings_of(variant)
+            work = (self.start["weights"], self.sentences, self.args.steps, rate, seed)
+            found = learn(name, *work, **lsp)
+            del found["weights"]
+            print(key, found, flush=True)
+            self.found[key] = found
+            if self.args.log is not None:
+                with self.args.log.open("a") as file:
+                    file.write(json.dumps({"run": key, **found}) + "\n")
+        return self.found[key]
+
+    def row(self, variant: str, rate: float) -> dict[str, Any]:
+        """The row of a variant, a value for each seed."""
+        seeds = range(self.args.seeds)
+        whole = [self.run("full", self.args.rate, seed) for seed in seeds]
+        found = [self.run(variant, rate, seed) for seed in seeds]
+        pairs = list(zip(found, whole, strict=True))
+        sent = found[0]["gradient_bytes"]
+        return {
+            "variant": variant, "rate": rate, "seeds": list(seeds), "gradient_bytes": sent,
+            "loss": [one["loss"] for one in found], "trained": [one["trained"] for one in found],
+            "off": [one["loss"] / full["loss"] - 1 for one, full in pairs],
+            "of_full": sent / whole[0]["gradient_bytes"],
+        }  # fmt: skip
 
 
 def main() -> None:
     args = parse_args(__doc__, arguments, repeats=1)
-    wiki = (args.data / "wikitext2" / "train.txt").read_text(encoding="utf-8")
-    lines = (args.data / "sst2" / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    sentences = bytes_of("\n".join(json.loads(line)["prompt_fields"]["sentence"] for line in lines))
-    start = learn("slideformer", None, bytes_of(wiki), args.before, args.rate)
-    print("before", start["loss"], flush=True)
-    rows = [{"variant": "full", "rate": args.rate} | tuned(start, sentences, args, {}, args.rate)]
-    for subspace in map(int, args.subspaces.split(",")):
-        for rate in map(float, args.rates.split(",")):
-            own = tuned(start, sentences, args, {"subspace": subspace, "nonzeros": 4}, rate)
-            rows.append({"variant": f"lsp s{subspace}", "rate": rate} | own)
-    for row in rows:
-        row["off"] = row["loss"] / rows[0]["loss"] - 1
-        row["of_full"] = row["gradient_bytes"] / rows[0]["gradient_bytes"]
+    runs = Runs(args)
+    rows = [runs.row("full", args.rate)]
+    for word in args.variants.split(","):
+        variant, _, own = word.partition("@")
+        rates = [own] if own else args.rates.split(",")
+        rows += [runs.row(variant, float(rate)) for rate in rates]
     sizes = ", ".join(f"{key} {value}" for key, value in SIZES.items())
     notes = [
-        f"tiny:qwen3_moe ({sizes}), {args.before} steps on WikiText-2's bytes (held-out loss {start['loss']:.4f}), "
-        f"then {args.steps} on SST-2's; {ROWS} rows of {LENGTH} bytes a step, float32, drawn projectors. "
-        "Gradients are those of projected matrices and of all that is trained as it is."
+        f"tiny:qwen3_moe ({sizes}), {args.before} steps on WikiText-2's bytes (held-out loss "
+        f"{runs.start['loss']:.4f}), then {args.steps} on SST-2's; {ROWS} rows of {LENGTH} bytes a step, float32, "
+        "drawn projectors. Gradients are those of projected matrices and of all that is trained as it is."
     ]  # fmt: skip
     finish(NAME, rows, args, COLUMNS, title="LSP-Offload: a mixture's experts", notes=notes)
 
 
-def tuned(
-    start: dict[str, Any], sentences: np.ndarray, args: Any, lsp: dict[str, Any], rate: float
-) -> dict[str, Any]:
-    """The row of a variant."""
-    name = "lsp" if lsp else "slideformer"
-    found = learn(name, start["weights"], sentences, args.steps, rate, **lsp)
-    del found["weights"]
-    print(name, lsp, rate, found, flush=True)
-    return found
-
-
 def learn(
-    name: str, weights: Any, data: np.ndarray, steps: int, rate: float, **settings: Any
+    name: str, weights: Any, data: np.ndarray, steps: int, rate: float, seed: int, **settings: Any
 ) -> dict[str, Any]:
     """Train on the first nine tenths of `data`; the loss is of rows of the last one."""
     from ondevice.core.registry import method_config
@@ -97,9 +160,12 @@ def learn(
     if weights is not None:
         family.model.load_state_dict(weights)
     config: Any = method_config(name, {"compute": "float32", "threads": 1, **settings})
-    kind = LspEngine if name == "lsp" else OffloadEngine
-    engine = kind(family, config if name == "lsp" else config.fixed(), "cpu")
-    places = np.random.default_rng(1)
+    engine: Any = (
+        LspEngine(family, config, "cpu", seed)
+        if name == "lsp"
+        else OffloadEngine(family, config.fixed(), "cpu")
+    )
+    places = np.random.default_rng(1 + seed)
     ends = int(0.9 * len(data)), len(data) - LENGTH
     losses = []
     for step in range(steps):

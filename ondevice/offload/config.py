@@ -167,7 +167,6 @@ class EngineConfig(StrictConfig):
 
     def _check_muon(self) -> None:
         """Refuse settings under which a momentum would not come to its whole matrix."""
-        _, world = launched()
         refused = {
             "moments: float32 or bfloat16": self.moments == "int8",
             "no max_grad_norm: a step is as long whatever the gradient": self.max_grad_norm
@@ -176,7 +175,6 @@ class EngineConfig(StrictConfig):
             "disk_fraction: 0": self.disk_fraction > 0,
             "experts: auto or all: momenta move experts without tokens, too": self.fetched_experts
             == "used",
-            "one process: a rank has parts of matrices": world > 1,
         }
         for expected, is_refused in refused.items():
             if is_refused:

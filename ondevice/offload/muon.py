@@ -10,6 +10,10 @@ Of a matrix of m x n with gradient g, in float32 but for Newton and Schulz' prod
 This is `torch.optim.Muon`, whose `adjust_lr_fn` is `factor`. What leaves for the host is the update
 in place of the gradient, and the momentum; the host keeps 6 or 8 bytes a parameter, master and
 momentum. Everything else is AdamW's.
+
+Of several ranks each keeps its shard of momenta and masters, which are updated by element. The
+directions of all shards are gathered in between, and a rank makes those matrices orthogonal of
+which it has a part.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ def step(unit: Unit, update: Tensor, state: HostState, adam: AdamStep, rule: str
     other."""
     for piece in matrices(unit):
         decay = 1 - adam.learning_rate * adam.weight_decay * piece.decays
-        rate = adam.learning_rate * factor(piece.shape, rule)
+        rate = adam.learning_rate * factor(piece.whole or piece.shape, rule)
         if not piece.trained:
             continue
         for low in range(piece.offset, piece.offset + piece.numel, CHUNK):

@@ -32,8 +32,8 @@ Kind = Literal["layer", "rest", "embedding", "head"]
 @dataclass(frozen=True)
 class Piece:
     """One parameter: elements `offset` to `offset + numel` of its unit; of a shard, those from
-    `start` on. Weight decay shrinks it if it `decays`; it stays as it is unless it is `trained`;
-    Muon updates it if it is one of its matrices, else AdamW."""
+    `start` on of the parameter of shape `whole`. Weight decay shrinks it if it `decays`; it stays
+    as it is unless it is `trained`; Muon updates it if it is one of its matrices, else AdamW."""
 
     name: str
     parameter: nn.Parameter
@@ -44,6 +44,7 @@ class Piece:
     decays: bool = True
     trained: bool = True
     muon: bool = False
+    whole: tuple[int, ...] = ()
 
     @property
     def stacked(self) -> bool:
@@ -78,7 +79,7 @@ class Unit:
         order: when a forward pass needs it; the update thread takes the lowest first.
         numel: elements, with padding between parameters; `parameters` without.
         low, of: of a rank's shard (`ondevice.offload.units`): its first element, and the elements
-            of the whole unit.
+            of the whole unit; `matrices_of` of which Muon updates.
     """
 
     index: int
@@ -89,6 +90,7 @@ class Unit:
     numel: int
     low: int = 0
     of: int = 0
+    matrices_of: int = 0
 
     @property
     def total(self) -> int:
@@ -250,10 +252,10 @@ def shard(unit: Unit, rank: int, world: int) -> Unit:
         else:
             continue
         offset = (first - low) * (count > 0)
-        pieces.append(
-            replace(piece, shape=shape, offset=offset, numel=count, start=first - piece.offset)
-        )
-    return replace(unit, pieces=tuple(pieces), numel=size, low=low, of=unit.numel)
+        cut_at = {"offset": offset, "numel": count, "start": first - piece.offset}
+        pieces.append(replace(piece, shape=shape, whole=piece.shape, **cut_at))
+    of = {"of": unit.numel, "matrices_of": unit.matrices}
+    return replace(unit, pieces=tuple(pieces), numel=size, low=low, **of)
 
 
 def shard_bounds(unit: Unit, world: int, span: slice | None = None) -> Bounds:
@@ -386,15 +388,15 @@ SINGLE = Ranks()
 def extent(part: str, unit: Unit) -> tuple[int, int, int]:
     """Return of an array of a unit's state the first element that a shard has, how many it has, and
     how many there are; scales of moments are one for 128 elements."""
-    if unit.matrices:
-        size = unit.matrices
-        if part in ("m", "v", "m_scale", "v_scale"):
-            size = unit.numel - unit.matrices
-        elif part != "momentum":
-            size = unit.numel
-        return 0, size, size
+    matrices = unit.matrices_of if unit.of else unit.matrices
+    first, last, begin, end = unit.low, unit.low + unit.here, 0, unit.total
+    if part == "momentum":
+        end = matrices
+    elif part in ("m", "v", "m_scale", "v_scale"):
+        begin = matrices
     each = TILE if part.endswith("_scale") else 1
-    return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
+    low, high = (min(max(at, begin), end) - begin for at in (first, last))
+    return -(-low // each), -(-high // each) - -(-low // each), -(-(end - begin) // each)
 
 
 def array_name(part: str, unit: Unit) -> str:

@@ -202,9 +202,7 @@ class Window:
         bounds = self.ranks.bounds(unit)
 
         def run() -> Event:
-            summed, ready = self.transfers.reduce(
-                unit, slot.memory[: bounds[-1]], bounds, computed, _host(norm)
-            )
+            summed, ready = self._summed(i, slot.memory[: bounds[-1]], bounds, computed, norm)
             buffer = self.updater.pool.borrow(
                 f"waiting for host memory for the gradients of {unit.name}"
             )
@@ -216,6 +214,19 @@ class Window:
             return event
 
         slot.task = self.worker.submit(unit.name, run)
+
+    def _summed(
+        self,
+        i: int,
+        memory: Tensor,
+        bounds: Bounds,
+        computed: Event,
+        norm: tuple[Tensor | None, Tensor] | None,
+    ) -> tuple[Tensor, Event]:
+        """Return this rank's part of the gradients of layer `i`, summed over the ranks, and when it
+        is there; on the transfer thread."""
+        unit = self.units.layers[i]
+        return self.transfers.reduce(unit, memory, bounds, computed, _host(norm))
 
     def _leaving(self, i: int) -> tuple[list[slice], list[slice]]:
         """Return the elements of a layer's gradient that leave, and those that are zero; of a

@@ -21,7 +21,9 @@ from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload import momentum, muon  # noqa: E402
-from ondevice.offload.units import cut  # noqa: E402
+from ondevice.offload.device import Device  # noqa: E402
+from ondevice.offload.store import TieredStore  # noqa: E402
+from ondevice.offload.units import SINGLE, Joined, Ranks, cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments  # noqa: E402
 from tests.methods.slideformer import test_happens_before  # noqa: E402
@@ -336,14 +338,45 @@ def test_settings_that_muon_does_not_go_with_are_refused_by_name(
     assert expected in str(caught.value.expected)
 
 
-def test_several_processes_and_subspaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subspaces_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         method_config("lsp", {"optimizer": "muon"})
     assert "muon is slideformer's" in str(caught.value)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError) as caught:
-        SlideformerConfig(**MUON).check_training()
-    assert "one process" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_shards_take_and_give_the_states_of_whole_layers(world: int, moments: str) -> None:
+    """With five ranks some have no matrix' momentum of a layer, and some nothing but momenta."""
+    config = SlideformerConfig(optimizer="muon", moments=moments, timeout_s=30.0).fixed()
+
+    def store(ranks: Ranks, seed: int) -> TieredStore:
+        family = tiny_model("llama", seed, layers=2, tied=False).family
+        return TieredStore(cut(family, "all", muon.suits), config, Device(), None, ranks)
+
+    whole = plain(store(SINGLE, 0))
+    random = np.random.default_rng(0)
+    whole = {name: random.integers(0, 99, a.shape).astype(a.dtype) for name, a in whole.items()}
+    shards: dict[str, Any] = {}
+    for rank in range(world):
+        one = store(Ranks(rank, world), 1)
+        one.load(Joined(whole))
+        shards |= plain(one)
+    joined = Joined(shards)
+    assert joined.whole.keys() == whole.keys()
+    for name, expected in whole.items():
+        found = joined.get(name)
+        assert found.shape == expected.shape, name
+        assert np.array_equal(found[0 : len(expected)], expected), name
+
+
+def plain(store: TieredStore) -> dict[str, Any]:
+    """A store's arrays as a checkpoint has them."""
+    arrays = store.arrays().items()
+    return {
+        name: (a.view(torch.uint16) if a.dtype == torch.bfloat16 else a).numpy().copy()
+        for name, a in arrays
+    }
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 16, 8), (3, 8, 16)], ids=str)

@@ -25,6 +25,13 @@ class ProjectorConfig(StrictConfig):
     nonzeros: int = Field(default=8, ge=1)
     """Values other than zero in each row of a projector (d)."""
 
+    projector_values: Literal["normal", "signs"] = "normal"
+    """Drawn values: normal numbers, or signs at balanced positions, which err less; with `nonzeros: 1`
+    columns are orthogonal."""
+
+    project_tables: bool = True
+    """Update embedding and output head in subspaces, too; else as they are."""
+
     check_every: int = Field(default=1000, ge=1)
     """Steps between two checks of the projectors' bias, on the first micro-batch of the step that
     has a label; drawn projectors are not checked in the first step."""

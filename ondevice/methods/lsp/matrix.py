@@ -222,9 +222,10 @@ class Matrix:
     def drawn(self, turn: int) -> tuple[Projector, Projector]:
         """Return the random pair of that turn."""
         c = self.config
+        signs = c.projector_values == "signs"
         left, right = (
-            draw(side, c.subspace, c.nonzeros, self.seed, turn, 2 * self.number + i, self.device)
-            for i, side in enumerate(self.shape)
+            draw(side, c.subspace, c.nonzeros, self.seed, turn, tensor, self.device, signs)
+            for tensor, side in enumerate(self.shape, 2 * self.number)
         )
         return left, right
 

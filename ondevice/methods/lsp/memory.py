@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction, StepCost
 from ondevice.methods.lsp.config import FOLDED
-from ondevice.methods.lsp.sizes import KINDS, exact, extra, narrow, projected, slides, wire
+from ondevice.methods.lsp.sizes import KINDS, extra, projected, slides, wires
 from ondevice.methods.step_model import (
     head_flops,
     mlp_again_flops,
@@ -45,21 +45,21 @@ def memory(
     """Return peak bytes by part on the accelerator."""
     item = ITEM_BYTES[config.compute]
     tokens = batch_size * length_tokens
-    shapes = projected(dims, config)
+    sizes = wires(dims, config)
+    shapes = sizes.shapes
     layer = dims.block_parameters
     table = dims.vocab * dims.hidden
     tile = -(-dims.vocab // config.loss_tiles)
     experts = sum(shape.each * shape.rows * shape.columns for shape in shapes if shape.each > 1)
-    tables = [shape for shape in shapes if shape.kind != "layer"]
-    widest = max([wire(dims, config), *(shape.numel for shape in tables)])
-    wires = narrow(dims, config) + exact(dims, config)
+    tables = sizes.tables
+    there = sizes.every
     if not tables:  # they slide, a tile of the head and the batch's rows at a time
-        wires -= (2 - dims.tied) * table
-    leaving = GRADIENT_SLOTS * widest + sum(shape.numel for shape in tables)
+        there -= (2 - dims.tied) * table
+    leaving = GRADIENT_SLOTS * sizes.widest + sum(shape.numel for shape in tables)
     values = (min(config.nonzeros, config.subspace) * shape.sides * shape.count for shape in shapes)
     parts = {
         "weights": int(dims.layers * _weights(dims, config, item)) if shapes else 0,
-        "wires": wires * item,
+        "wires": there * item,
         "window": min(config.window, dims.layers) * layer * item if shapes else 0,
         "tables": len(tables) * table * item,
         "head": 2 * min(2, config.loss_tiles) * tile * dims.hidden * item,
@@ -100,26 +100,26 @@ def host_memory(
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
     item = ITEM_BYTES[config.compute]
-    shapes = projected(dims, config)
-    tables = [shape for shape in shapes if shape.kind != "layer"]
+    sizes = wires(dims, config)
+    tables = sizes.tables
     layers = dims.layers + len(tables)
-    each = wire(dims, config)
+    each = sizes.layer
     if config.updates_last:
         waiting = layers
     else:
         waiting = min(config.gradient_buffers, layers)
-    widest = max([each, *(shape.numel for shape in tables)])
     own = (2 - dims.tied) * dims.vocab * dims.hidden * (not tables)
-    every = narrow(dims, config) + exact(dims, config)
     moments = MOMENT_BYTES[config.moments]
     cold = config.disk_masters * config.disk_fraction * dims.layers * each
-    staging = 3 * (moments * max(widest, own) + config.disk_masters * (4 + item) * each)
+    staging = 3 * (moments * max(sizes.widest, own) + config.disk_masters * (4 + item) * each)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
-        "masters and moments": int(every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold),
+        "masters and moments": int(
+            sizes.every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold
+        ),
         "presumed states": int(min(config.presumed, layers) * each * (4 + moments)),
         "disk staging": int(staging) * (config.disk_fraction > 0),
-        "gradients": (waiting * widest + own) * item,
+        "gradients": (waiting * sizes.widest + own) * item,
         "weights on the host": dims.layers * dims.block_parameters * item * slides(dims, config),
         "inputs on the host": inputs * (config.activations == "host"),
     }

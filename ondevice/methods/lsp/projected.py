@@ -128,6 +128,8 @@ def split(
         stacked = unit.kind == "layer" and piece.stacked
         attaches = unit.kind != "layer" or stacked or id(piece.parameter) in linear
         projects = config is not None and unit.kind != "rest" and attaches
+        if config is not None and not config.project_tables:
+            projects = projects and unit.kind == "layer"
         shape = piece.shape[1:] if stacked else piece.shape
         if config is None or not projects or not is_projected(shape, config.subspace):
             rest.append(piece)

@@ -4,7 +4,11 @@ each row.
 The d positions of a row are in d equal blocks of the columns, one in each (Kane and Nelson's block
 construction), so they are distinct without rejection. Values begin as N(0, 1 / d), by which E[P
 P^T] = I and P P^T G Q Q^T is an unbiased estimate of G; `fit.py` changes them. A side that is no
-longer than the subspace is not projected: P = I."""
+longer than the subspace is not projected: P = I.
+
+Signs of size 1 / sqrt(d) are unbiased, too, and closer: every row has length 1. Their positions are
+balanced, so that no column is empty while others have many rows. With d = 1 the columns are
+orthogonal (count sketch), and the estimate's error is the least that s numbers a side allow."""
 
 from __future__ import annotations
 
@@ -76,6 +80,7 @@ def draw(
     turn: int,
     tensor: int,
     device: torch.device | str = "cpu",
+    signs: bool = False,
 ) -> Projector:
     """Return a random projector, a pure function of its arguments; the identity if `rows` is at
     most `size`.
@@ -84,6 +89,7 @@ def draw(
         nonzeros: d, in each row; at most `size`.
         turn: how often the subspace was drawn before.
         tensor: number of the side, different for every one in a model.
+        signs: draw balanced positions and signs.
     """
     where = torch.device(device)
     if rows <= size:
@@ -95,12 +101,17 @@ def draw(
     )
     edges = np.arange(nonzeros + 1, dtype=np.int64) * size // nonzeros
     width = np.diff(edges)
-    positions = edges[:-1] + (
-        (words >> np.uint64(32)) * width.astype(np.uint64) >> np.uint64(32)
-    ).astype(np.int64)
-    values = generator.normal(seed, turn, tensor, 1, 0, count).reshape(rows, nonzeros) / np.float32(
-        nonzeros**0.5
-    )
+    if signs:
+        order = np.argsort(words >> np.uint64(1), axis=0, kind="stable")
+        ranks = np.argsort(order, axis=0, kind="stable")
+        positions = edges[:-1] + ranks % width
+        values = 1 - 2 * (words & np.uint64(1)).astype(np.float32)
+    else:
+        positions = edges[:-1] + (
+            (words >> np.uint64(32)) * width.astype(np.uint64) >> np.uint64(32)
+        ).astype(np.int64)
+        values = generator.normal(seed, turn, tensor, 1, 0, count).reshape(rows, nonzeros)
+    values = values / np.float32(nonzeros**0.5)
     return Projector(
         rows, size, where, torch.from_numpy(positions).to(where), torch.from_numpy(values).to(where)
     )

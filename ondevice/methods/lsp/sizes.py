@@ -85,8 +85,9 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
     stacks = Counter((one.inputs, one.outputs, one.experts) for one in dims.expert_list)
     for (inputs, outputs, experts), count in stacks.items():
         shapes.append(("layer", inputs, outputs, count * experts, experts))
-    shapes.append(("head", dims.vocab, dims.hidden, 1, 1))
-    if not dims.tied:
+    if config.project_tables:
+        shapes.append(("head", dims.vocab, dims.hidden, 1, 1))
+    if config.project_tables and not dims.tied:
         shapes.append(("embedding", dims.vocab, dims.hidden, 1, 1))
     s = config.subspace
     return [
@@ -129,6 +130,36 @@ def wire(dims: ModelDims, config: LspConfig) -> int:
     )
     blocks = min(dims.layers * dims.block_parameters, dims.parameters - outside)
     return (blocks - saved) // dims.layers
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What crosses the bus in each direction.
+
+    Attributes:
+        shapes: that are projected; `tables` those of embedding and head.
+        layer: numbers of a layer; the mean if layers differ.
+        widest: numbers of the largest unit.
+        every: numbers of all units together.
+    """
+
+    shapes: list[Projected]
+    layer: int
+    every: int
+
+    @property
+    def tables(self) -> list[Projected]:
+        return [shape for shape in self.shapes if shape.kind != "layer"]
+
+    @property
+    def widest(self) -> int:
+        return max([self.layer, *(shape.numel for shape in self.tables)])
+
+
+def wires(dims: ModelDims, config: LspConfig) -> Wires:
+    """Return the sizes of what crosses the bus."""
+    every = narrow(dims, config) + exact(dims, config)
+    return Wires(projected(dims, config), wire(dims, config), every)
 
 
 def exact(dims: ModelDims, config: LspConfig) -> int:

@@ -105,7 +105,9 @@ def on_ranks(
     parts: dict[str, int], dims: ModelDims, config: SlideformerConfig, world: int
 ) -> dict[str, int]:
     """Return `parts` of `memory` for one of `world` ranks: resident units have all their weights
-    there, and a shard of the other states."""
+    there, and a shard of the other states; momenta are there in shards."""
+    if "momentum" in parts:
+        parts = {**parts, "momentum": -(-parts["momentum"] // world)}
     if "resident states" not in parts:
         return parts
     weights = ITEM_BYTES[config.compute] * resident_parameters(dims, config)

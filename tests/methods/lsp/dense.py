@@ -47,10 +47,13 @@ def scaled(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> float:
 
 
 def pair(
-    m: int, n: int, size: int, nonzeros: int, seed: int = 0, turn: int = 0
+    m: int, n: int, size: int, nonzeros: int, seed: int = 0, signs: bool = False
 ) -> tuple[Projector, Projector]:
     """Drawn."""
-    return draw(m, size, nonzeros, seed, turn, 0), draw(n, size, nonzeros, seed, turn, 1)
+    left, right = (
+        draw(side, size, nonzeros, seed, 0, i, signs=signs) for i, side in enumerate((m, n))
+    )
+    return left, right
 
 
 def normal(*sizes: int, seed: int = 0) -> torch.Tensor:

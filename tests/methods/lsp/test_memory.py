@@ -36,6 +36,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"project": False, "schedule": "zero"}, {"tied": False}),
     ({"moments": "bfloat16"}, {}),
     ({"loss_tiles": 5}, {"tied": False}),
+    ({"project_tables": False}, {}),
+    ({"project_tables": False, "projector_values": "signs"}, {"tied": False}),
     ({}, {"family": "granitemoe"}),
     ({}, {"family": "lfm2"}),
     ({}, {"family": "lfm2_moe"}),

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from ondevice.methods.lsp.fit import relative_bias  # noqa: E402
 from ondevice.methods.lsp.projector import POSITIONS, Projector, draw  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
 from tests.methods.lsp.dense import normal, pair, table  # noqa: E402
@@ -115,14 +116,17 @@ def test_a_side_no_longer_than_the_subspace_is_the_identity(rows: int) -> None:
     assert not draw(14, 13, 4, 0, 0, 0).exact
 
 
+@pytest.mark.parametrize("signs", [False, True])
 @pytest.mark.parametrize(("m", "n", "size", "nonzeros"), [(7, 6, 3, 2), (9, 4, 5, 3), (5, 8, 2, 1)])
-def test_the_estimate_begins_without_bias(m: int, n: int, size: int, nonzeros: int) -> None:
+def test_the_estimate_begins_without_bias(
+    m: int, n: int, size: int, nonzeros: int, signs: bool
+) -> None:
     """The mean over 3000 pairs, of every element and along the gradient and 30 other directions, by 5 standard errors.
     Its standard error along the gradient is 0.03 of it."""
     count, gradient = 3000, normal(m, n).double()
     actual = []
     for seed in range(count):
-        p, q = (side.dense(torch.float64) for side in pair(m, n, size, nonzeros, seed))
+        p, q = (side.dense(torch.float64) for side in pair(m, n, size, nonzeros, seed, signs))
         actual.append((p @ (p.T @ gradient @ q) @ q.T).flatten())
     estimates, wanted = torch.stack(actual), gradient.flatten()
     directions = torch.cat(
@@ -132,3 +136,47 @@ def test_the_estimate_begins_without_bias(m: int, n: int, size: int, nonzeros: i
     error = along.std(0) / count**0.5
     assert bool(((along.mean(0) - directions @ wanted).abs() <= 5 * error).all())
     assert float(error[m * n] / wanted.square().sum()) < 0.05
+
+
+@pytest.mark.parametrize(("rows", "size", "nonzeros"), SIZES)
+def test_signs_are_balanced_and_rows_have_length_one(rows: int, size: int, nonzeros: int) -> None:
+    side = draw(rows, size, nonzeros, 3, 1, 4, signs=True)
+    if side.exact:
+        return
+    positions, values = parts(side)
+    d = min(nonzeros, size)
+    torch.testing.assert_close(values.abs(), torch.full((rows, d), d**-0.5))
+    counts = torch.bincount(positions.flatten(), minlength=size)
+    for block in range(d):
+        low, high = block * size // d, (block + 1) * size // d
+        assert int(counts[low:high].max()) - int(counts[low:high].min()) <= 1
+        assert int(counts[low:high].sum()) == rows
+
+
+def test_signs_are_independent_and_positions_of_all_kinds() -> None:
+    positions, values = parts(draw(40_000, 16, 4, 1, 0, 0, signs=True))
+    flat = values.sign().flatten()
+    for shift in range(1, 5):
+        assert abs(float((flat[shift:] * flat[:-shift]).mean())) <= 5 * len(flat) ** -0.5
+    assert abs(float(flat.mean())) <= 5 * len(flat) ** -0.5
+    assert not torch.equal(positions, parts(draw(40_000, 16, 4, 1, 1, 0, signs=True))[0])
+    together = positions[:, 0] * 4 + positions[:, 1] - 4
+    shares = torch.bincount(together, minlength=16).double() / len(positions)
+    assert bool(((shares - 1 / 16).abs() <= 5 * (1 / 16 / len(positions)) ** 0.5).all())
+
+
+def test_one_sign_a_row_makes_orthogonal_columns_and_errs_least() -> None:
+    """A count sketch: of orthogonal columns of equal length, whose estimate is a projection times m n / s^2, which errs
+    by sqrt(m n / s^2 - 1) of a gradient without any direction."""
+    m, n, size = 48, 36, 12
+    left, right = (draw(side, size, 1, 1, 0, i, signs=True) for i, side in enumerate((m, n)))
+    for side in (left, right):
+        table_of = side.dense(torch.float64)
+        assert torch.equal(table_of.T @ table_of, torch.eye(size).double() * side.rows / size)
+    gradient = normal(m, n)
+    least = (m * n / size**2 - 1) ** 0.5
+    found = relative_bias(left, right, gradient)
+    # The part of a random gradient in a subspace of 144 of 1,728 dimensions: chi-squares over the same.
+    assert abs(found / least - 1) <= 5 * (2 / 144 + 2 / 1728) ** 0.5
+    normals = [draw(side, size, 4, 1, 0, i) for i, side in enumerate((m, n))]
+    assert relative_bias(*normals, gradient) > 1.3 * found

@@ -186,6 +186,23 @@ def session(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
     return {"straight": straight, "resumed": resumed, "refused": refused}
 
 
+def orthogonal(ranks: Ranks, device: str) -> dict[str, Any]:
+    """Muon's steps on batches in which every rank has the same rows: gradients are sums of equal halves, so that two
+    ranks have the bits of one process on one of the halves."""
+    config = SlideformerConfig(
+        timeout_s=30.0, threads=1, compute="float32", optimizer="muon", weight_decay=0.1
+    )
+    family = tiny_model("llama", layers=3, tied=False).family
+    engine = OffloadEngine(family, config, device, ranks)
+    data = [tuple(np.repeat(part, ranks.world, 0) for part in batch) for batch in batches(6)]
+    losses = [engine.step(*batch, step, 1e-3) for step, batch in enumerate(data)]
+    engine.flush()
+    arrays = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
+    window = [slot.memory.cpu().clone() for slot in engine.window.layers]
+    engine.close()
+    return {"losses": losses, "arrays": arrays, "window": window}
+
+
 def learned_pairs(ranks: Ranks, device: str) -> dict[str, Any]:
     """Steps on preference pairs, whose two rows are computed by different ranks."""
     kind = SlideformerSession
@@ -290,6 +307,7 @@ def main(case: str, folder: Path, device: str) -> None:
         by_name = {name: compute(name, 2, ranks, device) for name in RUNS}
         by_name["session"] = session(ranks, device, folder)
         by_name["settled"] = settled(ranks)
+        by_name["muon"] = orthogonal(ranks, device)
         by_name["pairs"] = learned_pairs(ranks, device)
     elif case == "three":
         by_name = {name: compute(name, 3, ranks, device) for name in THREE}

@@ -44,6 +44,7 @@ from tests.methods.slideformer.ranked import (  # noqa: E402
     compute,
     learned_pairs,
     opened,
+    orthogonal,
     save_again,
 )
 from tests.methods.slideformer.reference import batches  # noqa: E402
@@ -240,6 +241,21 @@ def test_two_ranks_match_one_process(name: str, ranks: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_match_one_process(name: str, three: list[dict[str, Any]]) -> None:
     compare(name, three)
+
+
+def test_two_ranks_have_muons_bits_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    """A momentum is in shards, and a matrix is cut by them; the update is of the whole matrix."""
+    first, second = (rank["muon"] for rank in ranks)
+    alone = orthogonal(SINGLE, DEVICE)
+    assert first["losses"] == second["losses"] == alone["losses"]
+    shards = {**first["arrays"], **second["arrays"]}
+    assert len(shards) == len(first["arrays"]) + len(second["arrays"])
+    whole = Joined({name: tensor.numpy() for name, tensor in shards.items()})
+    assert whole.whole.keys() == alone["arrays"].keys()
+    for name, expected in alone["arrays"].items():
+        value = whole.get(name)
+        value = value[0 : value.shape[0]]
+        assert np.array_equal(value, expected.numpy()), name
 
 
 def test_ranks_learn_from_preference_pairs_what_one_process_learns(
