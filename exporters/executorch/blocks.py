@@ -12,7 +12,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ import numpy as np
 from ondevice.artifact.weights import MappedWeights
 from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
 from ondevice.core.manifest import EXPERT, LAYER_INPUT
-from ondevice.core.program import FUSED, LOWEST
+from ondevice.core.program import FUSED
 from ondevice.core.session import IGNORE, StepResult, Weigh
 from ondevice.core.untrusted import Refused, inside
+from ondevice.exporters.executorch.blocks_head import Head
 from ondevice.exporters.executorch.blocks_model import BlocksModel
 from ondevice.exporters.executorch.experts import Experts
 from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
     from ondevice.core.manifest import Manifest, TensorPort
 
-HeadGradient = Callable[[np.ndarray], "Tensor"]
-"""Takes a weight for each row, float64; gives the gradient of x of the rows' negative log
-likelihoods times their weights, times the loss scale."""
 LOSS_SCALE = "loss_scale"
 GRADIENTS = ("keys_gradient", "values_gradient")
 SHARED = ("shared_keys", "shared_values", *GRADIENTS)
@@ -60,21 +57,6 @@ def _in_threads(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(self, *arguments, **named)
 
     return wrapped
-
-
-@dataclass(frozen=True)
-class _HeadRows:
-    """Positions that went through the head together.
-
-    Attributes:
-        places: in the flattened batch, int64 [at most `head_rows`].
-        targets: their labels, int64 [head_rows]; -1 behind the last.
-        sums: maximum, total and label's logit over all tiles, float32 [head_rows] each.
-    """
-
-    places: np.ndarray
-    targets: np.ndarray
-    sums: list[Tensor]
 
 
 class BlocksSession(ExecutorchSession):
@@ -106,12 +88,11 @@ class BlocksSession(ExecutorchSession):
         """Of the pass that runs: its ids and first input, if layers have inputs of their own; keys
         and values that several blocks read, and the sums of their gradients."""
         self._pass_size = ""
-        tile = self.spec.methods["head_sums"].inputs[-1].shape[0]
-        starts = range(0, self.spec.vocab, tile)
-        self.tiles = [(min(start, self.spec.vocab - tile), start) for start in starts]
-        """(first row, first row that no tile before had) of each tile; all have the same number of
-        rows."""
-        self.head_rows = self.spec.methods["head_sums"].inputs[0].shape[0]
+        self.head = Head(
+            self.spec,
+            lambda name, given, first: self._call_block(name, given, first=first),
+            self.fused,
+        )
 
     def _names(self, name: str, layers: Sequence[int]) -> Iterator[str]:
         """Give the names of a frozen input's tensors in the file."""
@@ -169,10 +150,9 @@ class BlocksSession(ExecutorchSession):
         if self.experts is not None:
             self.experts.begin()
         inputs, x = self._forward(ids, size, keep=True)
-        head = self._fused_head if self.fused else self._head
-        nll, gradient = head(x, labels)
+        nll, gradient = self.head.step(x, labels)
         loss, weights = weigh(nll)
-        g = gradient(weights)
+        g = gradient(weights * (self.loss_scale or 1.0))
         if not (np.isfinite(loss) and bool(g.isfinite().all())):
             raise TrainingError(
                 f"step {step}: the loss is not finite; nothing was updated",
@@ -246,10 +226,7 @@ class BlocksSession(ExecutorchSession):
         """Row losses and token counts; see `Session.evaluate`."""
         self._check_whole()
         _, x = self._forward(ids, self._size(self.eval_batch_size, ids), keep=False)
-        if self.fused:
-            return self._fused_losses(x, labels), (labels[:, 1:] != IGNORE).sum(1)
-        nll, _ = self._head(x, labels)
-        return nll, (labels[:, 1:] != IGNORE).sum(1)
+        return self.head.losses(x, labels), (labels[:, 1:] != IGNORE).sum(1)
 
     @_in_threads
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
@@ -260,7 +237,7 @@ class BlocksSession(ExecutorchSession):
                 "the program cannot write", hint="export it again with --set export.next_token=true"
             )
         _, x = self._forward(ids, self._size(1, ids), keep=False)
-        return self.head(x[length_tokens - 1 : length_tokens].contiguous())
+        return self.head.logits(x[length_tokens - 1 : length_tokens].contiguous())
 
     @_in_threads
     def answer_prompt(
@@ -273,18 +250,6 @@ class BlocksSession(ExecutorchSession):
         """
         self._check_whole()
         return answers_of(BlocksModel(self), prompt, samplers, most_tokens)
-
-    def head(self, hidden: Tensor) -> np.ndarray:
-        """Logits float32 [vocab] of one position's hidden state [1, D]."""
-        if self.fused and f"{FUSED}logits" in self.spec.methods:
-            return self._call_block("logits", {"hidden": hidden})["logits"].numpy()[0].copy()
-        logits = np.empty(self.spec.vocab, np.float32)
-        for low, _ in self.tiles:
-            values = self._call_block("head_logits", {"hidden": hidden}, first=low)[
-                "logits"
-            ].numpy()[0]
-            logits[low : low + values.size] = values
-        return logits
 
     def state(self) -> dict[str, np.ndarray]:
         """See `Session.state`."""
@@ -358,102 +323,6 @@ class BlocksSession(ExecutorchSession):
             outputs["hidden"] = self.experts.forward(layer, outputs, tokens)
         return outputs
 
-    def _head(self, x: Tensor, labels: np.ndarray) -> tuple[np.ndarray, HeadGradient]:
-        """Each row's summed negative log likelihood, and what computes the gradient.
-
-        Only positions with a label go through the head, `head_rows` at a time; the last of them are
-        filled up with rows of weight 0.
-        """
-        targets = _targets(labels)
-        nll = np.zeros(labels.shape[0], np.float32)
-        parts = []
-        (where,) = np.nonzero(targets.reshape(-1) != IGNORE)
-        for start in range(0, where.size, self.head_rows):
-            places = where[start : start + self.head_rows]
-            wanted = np.full(self.head_rows, -1, np.int64)
-            wanted[: places.size] = targets.reshape(-1)[places]
-            sums = [
-                x.new_full((self.head_rows,), LOWEST),
-                x.new_zeros(self.head_rows),
-                x.new_zeros(self.head_rows),
-            ]
-            given = {"hidden": self._labelled(x, places), "targets": _tensor(wanted)}
-            for tile in self.tiles:
-                sums = list(self._tile("head_sums", given, sums, tile).values())
-            maximum, total, logit = (value.numpy() for value in sums)
-            # In float64, so that every host rounds it alike: numpy's float32 logarithm differs
-            # between processors.
-            logarithm = np.log(total.astype(np.float64)).astype(np.float32)
-            rows = (maximum + logarithm - logit)[: places.size]
-            np.add.at(nll, places // labels.shape[1], rows)
-            parts.append(_HeadRows(places, wanted, sums))
-        return nll, lambda weights: self._head_gradient(x, parts, weights, labels.shape[1])
-
-    def _head_gradient(
-        self, x: Tensor, parts: list[_HeadRows], weights: np.ndarray, length_tokens: int
-    ) -> Tensor:
-        """The gradient of x of the rows' negative log likelihoods times `weights`, float64 [rows],
-        times the loss scale."""
-        g = x.new_zeros(x.shape)
-        for part in parts:
-            scale = np.zeros(self.head_rows, np.float32)
-            of_tokens = weights[part.places // length_tokens]
-            scale[: part.places.size] = (self.loss_scale or 1.0) * of_tokens
-            given = {
-                "hidden": self._labelled(x, part.places),
-                "targets": _tensor(part.targets),
-                "token_scale": _tensor(scale),
-                "gradient": x.new_zeros(self.head_rows, x.shape[1]),
-            }
-            for tile in self.tiles:
-                given["gradient"] = self._tile("head_gradient", given, part.sums, tile)["gradient"]
-            g[part.places] = given["gradient"][: part.places.size]
-        return g
-
-    def _labelled(self, x: Tensor, places: np.ndarray) -> Tensor:
-        """The hidden states of some positions, [head_rows, D], filled up with zeros."""
-        hidden = x.new_zeros(self.head_rows, x.shape[1])
-        hidden[: places.size] = x[places]
-        return hidden
-
-    def _fused_head(self, x: Tensor, labels: np.ndarray) -> tuple[np.ndarray, HeadGradient]:
-        """The same in one pass: each token's gradient, which a row's weight then multiplies."""
-        given = self._fused_inputs(x, labels)
-        given["token_scale"] = x.new_ones(labels.size)
-        outputs = self._call_block(f"{FUSED}head_{labels.shape[0]}x{labels.shape[1]}", given)
-
-        def gradient(weights: np.ndarray) -> Tensor:
-            factors = _tensor((weights * (self.loss_scale or 1.0)).astype(np.float32))
-            by_row = outputs["gradient"].view(*labels.shape, x.shape[1])
-            return (by_row * factors[:, None, None]).view(x.shape)
-
-        return outputs["losses"].numpy().reshape(labels.shape).sum(1), gradient
-
-    def _fused_losses(self, x: Tensor, labels: np.ndarray) -> np.ndarray:
-        """Each row's summed negative log likelihood."""
-        name = f"{FUSED}losses_{labels.shape[0]}x{labels.shape[1]}"
-        losses = self._call_block(name, self._fused_inputs(x, labels))["losses"]
-        return losses.numpy().reshape(labels.shape).sum(1)
-
-    def _fused_inputs(self, x: Tensor, labels: np.ndarray) -> dict[str, Tensor]:
-        targets = _targets(labels).reshape(-1)
-        return {"hidden": x, "targets": _tensor(np.where(targets == IGNORE, -1, targets))}
-
-    def _tile(
-        self, name: str, given: dict[str, Tensor], sums: list[Tensor], tile: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        first, start = tile
-        names = [port.name for port in self.spec.methods["head_sums"].outputs]
-        places = {
-            "tile_first": _tensor(np.array([first])),
-            "tile_skip": _tensor(np.array([start - first])),
-        }
-        return self._call_block(
-            name,
-            {**given, **places, **{f"tile_sums {key}": value for key, value in zip(names, sums)}},
-            first=first,
-        )
-
     def _call_block(
         self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0, expert: int = 0
     ) -> dict[str, Tensor]:
@@ -468,11 +337,24 @@ class BlocksSession(ExecutorchSession):
         if self.fused and FUSED + name in self.spec.methods:
             name = FUSED + name
         method = self.spec.methods[name]
+        inputs = self.bound_inputs(name, given, layer, first, expert)
+        outputs = self._method(name, layer).execute(inputs)
+        found = dict(zip(map(_key, method.outputs), outputs, strict=True))
+        for port in method.outputs:
+            if port.role in SHARED:
+                self._read[_key(port)] = found.pop(_key(port))
+        return found
+
+    def bound_inputs(
+        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0, expert: int = 0
+    ) -> list[Any]:
+        """Return the inputs of a call in their order; see `_call_block`."""
+        ports = self.spec.methods[name].inputs
         key = (name, layer, first, expert)
         if key not in self._frozen_inputs:
-            self._frozen_inputs[key] = [self._bound(port, *key[1:]) for port in method.inputs]
+            self._frozen_inputs[key] = [self._bound(port, *key[1:]) for port in ports]
         inputs: list[Any] = [*self._frozen_inputs[key]]
-        for place, port in enumerate(method.inputs):
+        for place, port in enumerate(ports):
             if port.role == "frozen":
                 continue
             if port.role == "state":
@@ -484,12 +366,15 @@ class BlocksSession(ExecutorchSession):
                 inputs[place] = self._shared(port)
             else:
                 inputs[place] = given[_key(port)]
-        outputs = self._method(name, layer).execute(inputs)
-        found = dict(zip(map(_key, method.outputs), outputs, strict=True))
-        for port in method.outputs:
-            if port.role in SHARED:
-                self._read[_key(port)] = found.pop(_key(port))
-        return found
+        return inputs
+
+    def state_array(self, name: str) -> np.ndarray:
+        """Return the array that holds a state tensor now; another one after it was replaced."""
+        return self._state[name]
+
+    def loaded_method(self, name: str) -> Any:
+        """Return a function that all layers share, to execute."""
+        return self._method(name, 0)
 
     def _bound(self, port: TensorPort, layer: int, first: int, expert: int) -> Tensor | None:
         """A frozen input's tensor, or the tile of it that begins at row `first`."""
@@ -566,13 +451,6 @@ class BlocksSession(ExecutorchSession):
         value = self._state[name]
         size = value.size // self.spec.layers
         return value[layer * size : (layer + 1) * size]
-
-
-def _targets(labels: np.ndarray) -> np.ndarray:
-    """The label of each position's next token, int64 like `labels`."""
-    targets = np.full(labels.shape, IGNORE, np.int64)
-    targets[:, :-1] = labels[:, 1:]
-    return targets
 
 
 def _key(port: TensorPort) -> str:

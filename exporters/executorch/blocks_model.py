@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 from ondevice.core.program import FUSED
+from ondevice.exporters.executorch.walk import Walk, can_walk
 from ondevice.nn.adapters import adapted
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ class BlocksModel:
         )
         self.context_tokens = values[1]
         self.read = 0
-        layers = range(session.spec.layers)
         # Zeros: masked values are still multiplied, and garbage may be NaN.
-        self.keys = [torch.zeros(keys) for _ in layers]
-        self.values = [torch.zeros(values) for _ in layers]
+        self.keys = torch.zeros(session.spec.layers, *keys)
+        self.values = torch.zeros(session.spec.layers, *values)
+        self.walk = None
+        if 1 in self.sizes and can_walk(session, f"block_{self.sizes[1]}"):
+            self.walk = Walk(session, f"block_{self.sizes[1]}", self.keys, self.values)
 
     def use(self, adapter: Adapter | None) -> None:
         """Change the session's adapter, and forget what was read; None restores the initial one."""
@@ -109,7 +112,7 @@ class BlocksModel:
         return min(self.sizes)
 
     def _head(self, hidden: Tensor) -> np.ndarray:
-        logits = self.session.head(hidden)
+        logits = self.session.head.logits(hidden)
         if not np.isfinite(logits).all():
             raise ArtifactError(
                 "the program's logits are not finite",
@@ -128,6 +131,8 @@ class BlocksModel:
         row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
         x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]
         start = torch.tensor([self.read])
+        if size == 1 and self.walk is not None:
+            return self.walk.run(x, start)
         low = self.read
         high = self.read + len(ids)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values)):

@@ -146,8 +146,37 @@ inline void share_two(float* old, int64_t old_count, float* young, int64_t young
   for (int64_t j = 0; j < young_count; ++j) young[j] *= inverse;
 }
 
+// scores[i][0 .. start) = q[i] keys for heads of one token: the cache's keys [width, context] are read once, a row of
+// them after another. What is computed behind `start` fills a vector, and is not used.
+inline void cached_scores(const float* q, int64_t q_step, int64_t count, int64_t width, const float* keys,
+                          int64_t context, int64_t start, float* scores, int64_t wide) {
+  constexpr int64_t kKeyRows = 4;  // so that a score is loaded and stored once for so many
+  const int64_t filled = (start + kLanes - 1) / kLanes * kLanes, end = filled < context ? filled : context;
+  for (int64_t k = 0; k < width; k += kKeyRows) {
+    const int64_t some = width - k < kKeyRows ? width - k : kKeyRows;
+    const float* rows = keys + k * context;
+    for (int64_t i = 0; i < count; ++i) {
+      const float* factors = q + i * q_step + k;
+      float* to = scores + i * wide;
+      each_vector(end, [&](int64_t at, int64_t lanes) {
+        Vec sum = k ? load_some(to + at, lanes) : Vec{};
+        if (some == kKeyRows) {
+#pragma GCC unroll 4
+          for (int64_t j = 0; j < kKeyRows; ++j) {
+            if (i == 0) __builtin_prefetch(rows + (kKeyRows + j) * context + at);
+            sum += load_some(rows + j * context + at, lanes) * factors[j];
+          }
+        } else {
+          for (int64_t j = 0; j < some; ++j) sum += load_some(rows + j * context + at, lanes) * factors[j];
+        }
+        store_some(to + at, sum, lanes);
+      });
+    }
+  }
+}
+
 // New tokens behind `start` in a cache: q [tokens, heads, width], k and v [tokens, kv_heads, width], keys [kv_heads,
-// width, context] and values [kv_heads, context, width] to o, as q. What lies behind `start` in the cache is not read.
+// width, context] and values [kv_heads, context, width] to o, as q. What lies behind `start` in the cache does not matter.
 template <typename Parallel>
 void attend_cached(const float* q, const float* k, const float* v, const float* keys, const float* values,
                    const Heads& h, int64_t context, int64_t start, float* o, const Parallel& parallel) {
@@ -170,7 +199,11 @@ void attend_cached(const float* q, const float* k, const float* v, const float* 
           const int64_t count = together ? group : left;
           const float* some_q = q + first * q_row + head * h.width;
           float* to = o + first * q_row + head * h.width;
-          multiply_wide(some_q, step, 1, count, h.width, some_keys, context, old, wide, 0, start, false);
+          if (together) {
+            cached_scores(some_q, step, count, h.width, some_keys, context, start, old, wide);
+          } else {
+            multiply_wide(some_q, step, 1, count, h.width, some_keys, context, old, wide, 0, start, false);
+          }
           multiply_wide(some_q, step, 1, count, h.width, news, padded, young, wide, 0, padded, false);
           for (int64_t i = 0; i < count; ++i) {
             float* row = young + i * wide;

@@ -235,6 +235,8 @@ def test_attention_to_a_cache_matches_float64_and_reads_nothing_behind_its_token
         (131, 4, 2, 20, 333, 77),
         (1, 3, 1, 64, 50, 49),
         (5, 2, 2, 33, 40, 0),
+        (1, 6, 2, 22, 37, 18),
+        (1, 2, 2, 8, 5, 5),
     ):
         q = torch.randn(1, tokens, heads, width)
         k, v = torch.randn(2, 1, tokens, kv_heads, width)
@@ -242,9 +244,11 @@ def test_attention_to_a_cache_matches_float64_and_reads_nothing_behind_its_token
         values = torch.randn(kv_heads, context, width)
         calls.append(("attend_cached", (q, k, v, keys, values, torch.tensor([start]), 0.2)))
     check(*calls)
-    first = run(calls[0])[0]
-    calls[0][1][3][..., 77:] = calls[0][1][4][:, 77:] = float("nan")
-    assert torch.equal(run(calls[0])[0], first)
+    some = calls[0], calls[3]
+    first = run(*some)
+    for (_, arguments), start in zip(some, (77, 18)):
+        arguments[3][..., start:] = arguments[4][:, start:] = float("nan")
+    assert all(map(torch.equal, run(*some), first))
 
 
 def test_a_start_outside_the_cache_is_refused():

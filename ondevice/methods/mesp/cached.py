@@ -61,14 +61,19 @@ class BlockCached(OneBlock):
         blocks = self.blocks
         stages = blocks.stages
         q, k, v = stages.project(block, stages.norm(block, x), 1)
-        at = start + self.news
-        position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
-        q, k = stages.rope(block, q, k, position)
-        new = k[0].permute(1, 2, 0).contiguous(), v[0].permute(1, 0, 2).contiguous()
+        q, k = stages.rope(block, q, k, self.position(start + self.news))
+        if self.tokens == 1:  # as they lie, and nothing is copied
+            new = k.view(*k.shape[2:], 1), v.view(v.shape[2], 1, v.shape[3])
+        else:
+            new = k[0].permute(1, 2, 0).contiguous(), v[0].permute(1, 0, 2).contiguous()
         o = self.attend(q, (k, v), (keys, values), new, start)
         y = blocks._mlp(block, stages.out(block, x, o))
         mixed = () if block.routed is None else block.routed.taken()
         return y, *new, *mixed
+
+    def position(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the tokens' places, int64 [T], as the stages take them."""
+        return torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
 
     def attend(
         self,

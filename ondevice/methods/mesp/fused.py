@@ -202,12 +202,15 @@ class FusedCached(_Placed, BlockCached):
 
     def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
         super().__init__(functions, tokens, context)
-        self.cos = self.cos.reshape(1, context, -1)
-        self.sin = self.sin.reshape(1, context, -1)
+        self.cos = self.cos.reshape(context, -1)
+        self.sin = self.sin.reshape(context, -1)
 
     @property
     def blocks(self) -> Blocks:
-        return Blocks(_CachedStages(self.functions.dims, self.functions.integers), None)
+        return Blocks(FusedStages(self.functions.dims, self.functions.integers), None)
+
+    def position(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.index_select(self.cos, 0, at), torch.index_select(self.sin, 0, at)
 
     def attend(
         self,
@@ -219,16 +222,6 @@ class FusedCached(_Placed, BlockCached):
     ) -> Tensor:
         scale = self.functions.dims.head_dim**-0.5
         return OPS.attend_cached(q, *kv, *cache, start, scale).view(self.tokens, -1)
-
-
-class _CachedStages(FusedStages):
-    """Stages whose positions were looked up, [1, T, half]."""
-
-    def rotated(
-        self, block: Block, q: Tensor, k: Tensor, position: Position, sign: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        cos, sin = position
-        return super().rotated(block, q, k, (cos[0], sin[0]), sign)
 
 
 class FusedLogits(nn.Module):

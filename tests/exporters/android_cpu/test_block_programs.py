@@ -153,7 +153,7 @@ def test_rows_without_a_label_count_nothing_and_many_labels_go_through_the_head_
     ids, labels = batch(3, 24, seed=1)
     labels[0] = -100
     labels[1:] = ids[1:]  # 46 labels: more than the head takes at once
-    assert session.head_rows < 46
+    assert session.head.rows < 46
     for ours, theirs in zip(session.evaluate(ids, labels), eager.evaluate(ids, labels)):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     before = session.state()

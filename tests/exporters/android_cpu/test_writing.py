@@ -113,6 +113,45 @@ def test_answers_in_this_projects_ops_are_those_of_the_stock_functions(name: str
     np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["blocks", "blocks, q4"])
+def test_a_token_goes_through_all_layers_with_inputs_that_stay(name: str, monkeypatch) -> None:
+    session: Any = open_artifact(program(name))
+    session.load_adapter(random_adapter(session))
+    found = []
+    for walks in (True, False):
+        writer = BlocksModel(session)
+        assert writer.walk is not None
+        if not walks:
+            writer.walk = None
+        writer.feed(PROMPT[:5])
+        found.append([writer.feed([token]) for token in PROMPT[5:9]])
+    assert np.array_equal(*found)
+    calls: list[str] = []
+    call = session._call_block
+
+    def counted(function: str, *arguments: Any, **named: Any) -> Any:
+        calls.append(function)
+        return call(function, *arguments, **named)
+
+    monkeypatch.setattr(session, "_call_block", counted)
+    BlocksModel(session).feed([1])
+    assert calls == ["embed_decode", "logits"]
+
+
+def test_the_next_token_sees_an_adapter_that_was_loaded_or_trained(opened) -> None:
+    def told(writer: BlocksModel) -> Any:
+        writer.rewind(len(PROMPT))
+        return writer.feed([65])
+
+    writer, before = BlocksModel(opened), opened.state()
+    writer.feed(PROMPT)
+    first = told(writer)
+    opened.step(*batch(2, 16, seed=0), 0, 1e-2)
+    trained = told(writer)
+    opened.load_state(before)
+    assert np.array_equal(told(writer), first) and not np.array_equal(trained, first)
+
+
 def test_one_artifact_trains_answers_and_trains_on(opened) -> None:
     rows = [batch(2, 16, seed=number) for number in range(3)]
 
