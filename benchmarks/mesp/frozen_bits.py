@@ -143,7 +143,7 @@ def opened(form: str, folder: Path) -> tuple[Any, int]:
     if form.startswith("FP8"):
         mesp_weights.packed = lambda weight, bits: Fp8Matrix(weight)
     config = method_config("mesp", {**FORMS[form], "recompute": "all"})
-    session = open_session(loaded, config, 0, "cuda")
+    session: Any = open_session(loaded, config, 0, "cuda")
     del network
     if form == "FP8 products":
         with_products(session.model)
@@ -180,7 +180,8 @@ def with_products(model: Any) -> None:
     import torch
 
     kernels = model.blocks.stages.kernels
-    multiply: Any = torch._scaled_mm
+    operations: Any = torch
+    multiply = operations._scaled_mm  # what torchao calls, too
 
     def frozen_linear(x: Any, matrix: Any, bias: Any, into: Any) -> Any:
         x8, scale = rounded(x)

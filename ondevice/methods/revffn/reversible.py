@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ondevice.core.errors import TrainingError
+from ondevice.core.method import has_triton
 from ondevice.core.traits import check_length
 from ondevice.methods.revffn.couplings import Place, Step, make_coupling
 from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
@@ -34,7 +35,6 @@ from ondevice.methods.revffn.streams import (
     calibration_ids,
     check_overflow,
     choose_bits,
-    fixed_streams,
 )
 
 if TYPE_CHECKING:
@@ -472,3 +472,12 @@ class Reversible:
         peaks: list[Tensor] = []
         self._forward(ids, peaks)
         return choose_bits(float(torch.stack(peaks).amax()))
+
+
+def fixed_streams(fraction_bits: int, device: torch.device) -> FixedStreams:
+    """Return streams of int32, with one kernel for each step on a GPU that has Triton."""
+    if has_triton(device.type):
+        from ondevice.methods.revffn.stream_kernels import TritonStreams
+
+        return TritonStreams(fraction_bits)
+    return FixedStreams(fraction_bits)

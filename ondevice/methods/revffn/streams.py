@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import TrainingError
-from ondevice.core.method import has_triton
 from ondevice.runtime_ops import generator
 
 ROOM = 2**30
@@ -242,15 +241,6 @@ def _largest(values: Tensor) -> Tensor:
     its own dtype."""
     low, high = torch.aminmax(values)
     return torch.maximum(-low.float(), high.float())
-
-
-def fixed_streams(fraction_bits: int, device: torch.device) -> FixedStreams:
-    """Return streams of int32, with one kernel for each step on a GPU that has Triton."""
-    if has_triton(device.type):
-        from ondevice.methods.revffn.stream_kernels import TritonStreams
-
-        return TritonStreams(fraction_bits)
-    return FixedStreams(fraction_bits)
 
 
 def packed_bytes(count: int, bits: int) -> int:
