@@ -6,20 +6,30 @@ long as a fifth of the computation; here each layer's inputs stay in a list from
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ondevice.core.program import FUSED
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ondevice.exporters.executorch.blocks import BlocksSession
 
 NEW = ("hidden", "position")
 """Roles of what is another tensor with each token."""
 ROLES = {*NEW, "keys", "values", "state", "frozen"}
+
+
+class Layers(Protocol):
+    """What a walk needs of a session over functions of one block."""
+
+    spec: Any
+    fused: bool
+    experts: Any
+
+    def state_array(self, name: str) -> Any: ...
+
+    def bound_inputs(self, name: str, given: dict[str, Tensor], layer: int) -> list[Any]: ...
+
+    def loaded_method(self, name: str) -> Any: ...
 
 
 class Walk:
@@ -30,7 +40,7 @@ class Walk:
         keys: of all layers, [L, K, h, C]; read and written in place, as `values` [L, K, C, h].
     """
 
-    def __init__(self, session: BlocksSession, name: str, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, session: Layers, name: str, keys: Tensor, values: Tensor) -> None:
         self.session = session
         self.keys = keys
         self.values = values
@@ -81,7 +91,7 @@ class Walk:
         return x
 
 
-def can_walk(session: BlocksSession, name: str) -> bool:
+def can_walk(session: Layers, name: str) -> bool:
     """Return True if one function that stays loaded is all that a layer runs for a token."""
     full = FUSED + name
     methods = session.spec.methods
