@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,8 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.common import add_arguments, finish, median, parse_args
+from benchmarks.committed import write
+from benchmarks.common import add_arguments, finish, median, parse_args, result
 from benchmarks.offload import model as om
 from ondevice.methods.slideformer.auto import Room, Work, resolve
 from ondevice.methods.slideformer.config import SlideformerConfig
@@ -244,8 +245,9 @@ class Switched:
         return (time.perf_counter() - started) / BURST, (self.begun - before) / BURST
 
 
-def real(args: Any) -> list[dict[str, Any]]:
-    """Rows of real steps; bursts of the modes in turns."""
+def real(args: Any, written: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Rows of real steps; bursts of the modes in turns. `written` is given the rows after each
+    batch."""
     batches = [int(word) for word in args.batches.split(",")]
     one = Switched(args, min(batches))
     rows = []
@@ -264,6 +266,7 @@ def real(args: Any) -> list[dict[str, Any]]:
                     seen[mode].append(one.burst(ids))
                     print(batch, mode, seen[mode][-1], flush=True)
             rows += _rows(args, one, batch, seen)
+            written(rows)
     finally:
         one.engine.close()
     return rows
@@ -291,7 +294,14 @@ def main() -> None:
             args.host_gib = psutil.virtual_memory().available / 2**30
         note = f"{args.length} tokens a row; medians of bursts of {BURST} steps each, in turns."
         title = "SlideFormer: exact clipping, waiting for the norm and presuming it"
-        finish("slideformer/clipping", real(args), args, COLUMNS, title=title, notes=[note])
+
+        def written(rows: list[dict[str, Any]]) -> None:
+            if args.out:
+                told = {"title": title, "notes": [note]}
+                write(result("slideformer/clipping", rows, COLUMNS, **told), args.out)
+
+        rows = real(args, written)
+        finish("slideformer/clipping", rows, args, COLUMNS, title=title, notes=[note])
         return
     rows = []
     for pair in args.lengths.split(","):
