@@ -6,12 +6,12 @@ long as a fifth of the computation; here each layer's inputs stay in a list from
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ondevice.core.program import FUSED
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEW = ("hidden", "position")
 """Roles of what is another tensor with each token."""
@@ -85,6 +85,8 @@ class Walk:
             x = outputs[at_hidden]
             keys.append(outputs[at_keys])
             values.append(outputs[at_values])
+        import torch
+
         at = int(position)
         self.keys[..., at : at + 1] = torch.stack(keys)
         self.values[:, :, at : at + 1] = torch.stack(values)

@@ -25,16 +25,9 @@ from tests.runtime_ops.test_cmake import need, run
 pytest.importorskip("executorch.exir")
 pytestmark = pytest.mark.timeout(900)  # whoever comes first compiles
 
-FORMS: list[Any] = [
-    "blocks",
-    "blocks, sgd",
-    "blocks, int8",
-    "blocks, q4",
-    pytest.param("blocks, q4dq", marks=pytest.mark.nightly),
-    "blocks, 8da8w",
-    "blocks, 8da4w",
-    "pairs, int8",
-]
+FORMS = ["blocks", "blocks, sgd", "blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w"]
+FORMS += ["pairs, int8"]
+Q4DQ = pytest.param("blocks, q4dq", marks=pytest.mark.nightly)
 STEPS = 5
 FORWARD = ("program_spec", "methods", "block_forward_2x24", "inputs", 0)
 
@@ -84,7 +77,7 @@ def files(out: Path) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("form", parameters(FORMS))
+@pytest.mark.parametrize("form", [*parameters(FORMS), Q4DQ])
 def test_the_native_host_trains_with_the_bits_of_ondevice_run(
     form: str, host: Path, texts: Path, ids: Path, tmp_path: Path
 ) -> None:

@@ -26,11 +26,10 @@ class ProjectorConfig(StrictConfig):
     """Values other than zero in each row of a projector (d)."""
 
     projector_values: Literal["normal", "signs"] = "normal"
-    """Drawn values: normal numbers, or signs at balanced positions, which err less; with `nonzeros: 1`
-    columns are orthogonal."""
+    """Drawn values: normal numbers, or balanced signs, which err less."""
 
     project_tables: bool = True
-    """Update embedding and output head in subspaces, too; else as they are."""
+    """Project embedding and output head, too."""
 
     check_every: int = Field(default=1000, ge=1)
     """Steps between two checks of the projectors' bias, on the first micro-batch of the step that
