@@ -110,7 +110,7 @@ def phrases(text: str) -> Iterator[tuple[str, int]]:
 def is_ours(path: Path) -> bool:
     """Return whether a file is read where it stands: not through a link, and nothing built."""
     linked = any(parent.is_symlink() for parent in (path, *path.parents))
-    return not linked and not {"build", ".venv", "node_modules"} & set(path.parts)
+    return not linked and not {"build", ".venv", "node_modules", "target"} & set(path.parts)
 
 
 def python_files(folders: Iterable[Path]) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import tables
+from tests.docs.prose import is_ours
 from tests.sampling import ALL
 from tests.warm import Warm
 
@@ -33,11 +34,8 @@ def _load(name: str) -> ModuleType:
 documents = _load("documents")
 DOCUMENTS = tables.documents(ROOT)
 FOLDERS = ("exporters", "runtime_ops", "ondevice", "android_app", "benchmarks", "examples")
-EVERY_MARKDOWN = list(
-    dict.fromkeys(
-        [*DOCUMENTS, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
-    )
-)
+MARKDOWN = sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))
+EVERY_MARKDOWN = list(dict.fromkeys([*DOCUMENTS, *filter(is_ours, MARKDOWN)]))
 TESTED = [path for path in DOCUMENTS if documents.blocks(path.read_text())]
 AS_README = "docs/tutorials/chat.md"
 """A page whose commands are README's: `train` on chats, `chat`, `convert --to ollama`."""
