@@ -132,19 +132,12 @@ def opened(form: str, folder: Path) -> tuple[Any, int]:
 
     from ondevice.core.registry import method_config, open_session
     from ondevice.methods.mesp.torch import weights as mesp_weights
-    from ondevice.models.load import wrap
-    from ondevice.models.registry import family_for
-    from ondevice.models.sources.resolve import SourceInfo
-    from ondevice.models.tiny import tiny_tokenizer
 
-    network = peers.load(folder, "cpu" if FORMS[form] else "cuda")
-    kind = family_for(network.config.model_type, "this benchmark")
-    loaded = wrap(network, tiny_tokenizer(), kind, SourceInfo("random", None, known_sha256="0"))
+    loaded = peers.wrapped(folder, "bits" in FORMS[form])
     if form.startswith("FP8"):
         mesp_weights.packed = lambda weight, bits: Fp8Matrix(weight)
     config = method_config("mesp", {**FORMS[form], "recompute": "all"})
     session: Any = open_session(loaded, config, 0, "cuda")
-    del network
     if form == "FP8 products":
         with_products(session.model)
     torch.cuda.empty_cache()

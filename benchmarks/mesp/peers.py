@@ -340,27 +340,31 @@ def load(folder: Path, device: str = "cuda") -> Any:
     )
 
 
-def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
-    """A session of mesp."""
-    import torch
-
-    from ondevice.core.registry import method_config, open_session
+def wrapped(folder: Path, packs: bool) -> Any:
+    """Return the saved model as a run has it, on the CPU if its matrices are to be packed."""
     from ondevice.models.load import wrap
     from ondevice.models.registry import family_for
     from ondevice.models.sources.resolve import SourceInfo
     from ondevice.models.tiny import tiny_tokenizer
 
-    network = load(folder, "cpu" if bits else "cuda")  # as a run loads what it quantises
+    network = load(folder, "cpu" if packs else "cuda")
     kind = family_for(network.config.model_type, "this benchmark")
-    info = SourceInfo("random", None, known_sha256="0")
-    loaded = wrap(network, tiny_tokenizer(), kind, info)
+    return wrap(network, tiny_tokenizer(), kind, SourceInfo("random", None, known_sha256="0"))
+
+
+def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
+    """A session of mesp."""
+    import torch
+
+    from ondevice.core.registry import method_config, open_session
+
+    loaded = wrapped(folder, bits is not None)
 
     def opened(values: dict[str, Any]) -> Any:
         return open_session(loaded, method_config("mesp", {"bits": bits, **values}), 0, "cuda")
 
     name = (folder / "name").read_text()
     session = opened(OURS.get(method, ON_HOST))
-    del network
     torch.cuda.empty_cache()
     adapters = sum(t.nbytes for t in session.optimizer.tensors.values())
     weights = torch.cuda.memory_allocated() - adapters

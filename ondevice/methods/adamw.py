@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
+from ondevice.core.method import has_triton
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult, Weigh
 from ondevice.methods import model_loss
 from ondevice.methods.precision import refuse_float16
@@ -186,9 +187,7 @@ def has_kernel(tensor: Tensor) -> bool:
     Triton on a GPU."""
     if tensor.device.type == "cpu":
         return available()
-    from importlib.util import find_spec
-
-    return tensor.device.type == "cuda" and find_spec("triton") is not None
+    return has_triton(tensor.device.type)
 
 
 def _state(parameter: torch.nn.Parameter) -> HostState:

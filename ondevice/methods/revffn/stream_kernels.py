@@ -105,6 +105,7 @@ def _way(mix: Mix) -> int:
     return 2 if mix.past > 0 else 3
 
 
+# Spelt out as in `nn.fused`, for Triton's interpreter: another module's would be compiled ones.
 @triton.jit
 def _plus(a, b):
     return a + b
