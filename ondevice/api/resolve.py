@@ -51,8 +51,8 @@ ADAPTER_TAKEN_OUT = (
     "the adapter of an earlier run is taken out of the model; adapter=RUN would go on from it"
 )
 BASE_STAYS_ROUNDED = (
-    "method.base: {} rounds the weights of the given model in its memory, and they stay rounded; "
-    "load the model again for its own"
+    "method.base: {} rounds the weights of the given model in memory, and they stay rounded; "
+    "load the model again to have its own"
 )
 
 
