@@ -77,13 +77,14 @@ clients-test: setup
 browser:
 	@.ci/browser-tools
 
-## make lint       ruff, import-linter, pyright, and the counts of tests/docs/prose.py
+## make lint       ruff, import-linter, pyright, the counts of tests/docs/prose.py, and results as they are committed
 lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@.venv/bin/lint-imports --no-logo --no-cache
 	@$(RUN) -m pyright
 	@$(RUN) -m tests.docs.prose --check
+	@$(RUN) -m benchmarks.tables --check
 
 ## make format     format the files with ruff
 format: setup

@@ -1,7 +1,8 @@
 """Result files to Markdown tables, and those tables into README.md and docs/.
 
-    python -m benchmarks.tables            rewrite every table between its markers
-    python -m benchmarks.tables --check    exit 1 and name the tables that differ
+    python -m benchmarks.tables            rewrite every table between its markers, and every result
+                                           that was copied here whole as what is committed of it
+    python -m benchmarks.tables --check    exit 1 and name the tables and results that differ
     python -m benchmarks.tables FILE ...   first take results that were measured elsewhere, with --out FILE
 
 A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results:
@@ -21,9 +22,9 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from benchmarks.committed import write
+from benchmarks import committed
 
 ROOT = Path(__file__).resolve().parents[1]
 MOVED = {
@@ -241,23 +242,31 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     for file in files:
-        print(f"{write(json.loads(file.read_text())).relative_to(ROOT)}: written")
-    status = 0
+        _tell(committed.write(json.loads(file.read_text())), "written")
+    check = "--check" in arguments
+    stale = 0
+    for path in sorted(committed.RESULTS.glob("*/*/*.json")):
+        document = json.loads(path.read_text())
+        if committed.concise(document) != document:
+            stale += 1
+            if check:
+                _tell(path, "raw measurements stand in it; try: make docs", sys.stderr)
+            else:
+                _tell(committed.write(document), "raw measurements taken out")
     for path in documents(ROOT):
         text = path.read_text()
-        new = update(text, ROOT / "benchmarks" / "results")
-        if new == text:
-            continue
-        if "--check" in arguments:
-            print(
-                f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs",
-                file=sys.stderr,
-            )
-            status = 1
-        else:
-            path.write_text(new)
-            print(f"{path.relative_to(ROOT)}: tables rewritten")
-    return status
+        if (new := update(text, committed.RESULTS)) != text:
+            stale += 1
+            if check:
+                _tell(path, "a table differs from its results; try: make docs", sys.stderr)
+            else:
+                path.write_text(new)
+                _tell(path, "tables rewritten")
+    return int(check and stale > 0)
+
+
+def _tell(path: Path, what: str, file: TextIO | None = None) -> None:
+    print(f"{path.relative_to(ROOT)}: {what}", file=file)
 
 
 if __name__ == "__main__":

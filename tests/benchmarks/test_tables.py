@@ -134,3 +134,15 @@ def test_a_result_of_another_machine_goes_into_the_documentation(
         and tables.main(["--check"]) == 0
     )
     assert tables.main(["no.json"]) == tables.main(["--chekc"]) == 2
+
+
+def test_a_result_that_was_copied_whole_is_found_and_made_concise(
+    document: dict, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(committed, "RESULTS", tmp_path / "benchmarks" / "results")
+    document["rows"][0]["step_s"] = [0.1, 0.2, 0.3, 0.4, 1 / 3]
+    copied = committed.write(document, committed.place_of(document))
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0 and tables.main(["--check"]) == 0
+    assert json.loads(copied.read_text())["rows"][0]["step_s"] == [0.1, 0.3, 0.4]
