@@ -360,6 +360,7 @@ ALL = PROGRAMS | NPU | NPU_BLOCKS | BLOCKS
 NIGHTLY = {
     "blocks, q4dq",
     "q4 untied, tiled, labelled",
+    "8da4w",
     "gemma3_text",
     "lfm2",
     "pairs, int8",

@@ -79,7 +79,9 @@ def run(
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(path, id=name(path), marks=[pytest.mark.nightly] * (name(path) in TRIED_ELSEWHERE))
+        pytest.param(
+            path, id=name(path), marks=[pytest.mark.nightly] * (name(path) in TRIED_ELSEWHERE)
+        )
         for path in TESTED
     ],
 )
