@@ -39,13 +39,12 @@ EVERY_MARKDOWN = list(dict.fromkeys([*DOCUMENTS, *filter(is_ours, MARKDOWN)]))
 TESTED = [path for path in DOCUMENTS if documents.blocks(path.read_text())]
 TRIED_ELSEWHERE = {
     "docs/tutorials/chat.md": "README.md",
-    "docs/tutorials/classify.md": "README.md",
     "docs/tutorials/phone.md": "tests/cli/test_artifacts.py",
 }
 """Pages whose commands a run of every change tries elsewhere: `train` on chats, `chat` and `convert
---to ollama`; `train` on labels and `predict`; `export`, `run`, `push` and `verify` of a program.
-Their flags are held against the parsers on every change (test_reference.py); the nightly job runs
-the pages."""
+--to ollama`; `export`, `run`, `push` and `verify` of a program. Their flags are held against the
+parsers on every change (test_reference.py); the nightly job runs the pages, with the packaged
+model."""
 
 
 def name(path: Path) -> str:
@@ -86,7 +85,7 @@ def run(
     ],
 )
 def test_the_examples_of_a_page_run(document: Path, tmp_path: Path, warm: Warm) -> None:
-    options = () if ALL else ("--few-steps",)
+    options = () if ALL else ("--tiny",)
     done = run(document, tmp_path, *options, python=warm.python)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -165,19 +164,19 @@ def test_a_wrong_example_fails(text: str, message: str, tmp_path: Path) -> None:
     assert message in done.stderr
 
 
-def test_few_steps_are_those_of_the_packaged_model(tmp_path: Path) -> None:
+def test_a_tiny_model_and_few_steps_replace_the_packaged_model_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- run -->\n```console\n$ echo train tiny:llama --steps 30\n```\n"
         "<!-- run -->\n```console\n$ echo train package:x \\\n    --steps 30\n```\n"
     )
     said = []
-    for options in ((), ("--few-steps",)):
+    for options in ((), ("--tiny",)):
         (folder := tmp_path / f"with {len(options)}").mkdir()
         said.append(run(page, folder, *options).stdout.split())
-    assert [[word for word in words if word.isdigit()] for words in said] == [
-        ["30", "30"],
-        ["30", "2"],
+    assert [[word for word in words if word.isdigit() or ":" in word[:8]] for words in said] == [
+        ["tiny:llama", "30", "package:x", "30"],
+        ["tiny:llama", "30", "tiny:llama", "2"],
     ]
 
 
