@@ -1,7 +1,8 @@
 """SmolLM2-135M with an adapter, as one float16 file: llama.cpp's greedy answers are ours.
 
-The nightly job runs it: of small models of its family and others a change compares greedy answers
-and log probabilities (test_families.py), and tokens (tests/gguf/test_tokenizers.py).
+The nightly job runs it: of small models of its family and others a change compares log
+probabilities (test_readers.py), greedy answers (test_families.py) and tokens
+(tests/gguf/test_tokenizers.py).
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("schemathesis", reason="a development package")
 
 from ondevice.server.openai import is_openai
-from tests.sampling import ALL
 from tests.server.running import DaemonProcess
 from tests.warm import Warm
 
-LIMITS_S = 25 if ALL else 12, 200
+LIMITS_S = 25, 200
 """The second one is for a machine that is too busy to send `FEWEST` requests in the first."""
 FEWEST = 100
 CONFIG = Path(__file__).with_name("schemathesis.toml")
