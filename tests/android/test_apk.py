@@ -273,7 +273,13 @@ def test_the_apk_has_the_resources(apk: Path) -> None:
     assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
 
 
-KINDS = ("functional", "q4", "8da4w", "blocks", "blocks, sgd")
+KINDS = (
+    "functional",
+    "q4",
+    pytest.param("8da4w", marks=pytest.mark.nightly),
+    "blocks",
+    "blocks, sgd",
+)
 FORMS = ("blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w")
 
 

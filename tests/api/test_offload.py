@@ -332,7 +332,13 @@ def trl() -> Iterator[Warm]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("SFT", True), ("DPO", True), ("DPO", False), ("GRPO", False)]
+    ("kind", "tied"),
+    [
+        ("SFT", True),
+        pytest.param("DPO", True, marks=pytest.mark.nightly),
+        ("DPO", False),
+        ("GRPO", False),
+    ],
 )
 def test_a_stock_trl_script_has_its_own_losses(
     kind: str, tied: bool, tmp_path: Path, trl: Warm

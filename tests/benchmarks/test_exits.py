@@ -98,7 +98,7 @@ def test_a_modelfiles_template_is_rendered_as_the_models_own(text: str) -> None:
 LINEARS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
-@pytest.mark.parametrize("name", ["completion", "chat"])
+@pytest.mark.parametrize("name", [pytest.param("completion", marks=pytest.mark.nightly), "chat"])
 def test_rows_learned_by_heart_come_back_through_every_reader(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,12 @@ CLIPPED = ("--set", "method.max_grad_norm=0.05", "--set", "method.moments=bfloat
 
 
 @pytest.mark.parametrize(
-    "more", [(), SMALLER, CLIPPED], ids=["float32", "int8 and disk", "clipped, bfloat16"]
+    "more",
+    [
+        pytest.param((), id="float32", marks=pytest.mark.nightly),
+        pytest.param(SMALLER, id="int8 and disk"),
+        pytest.param(CLIPPED, id="clipped, bfloat16"),
+    ],
 )
 def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"

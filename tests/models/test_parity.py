@@ -204,7 +204,13 @@ class OneBlock(torch.nn.Module):
         return self.family.final_norm(self.family.block(0, h, position, None))
 
 
-@pytest.mark.parametrize("family", ALONE)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=[pytest.mark.nightly] * (one == "qwen3_5_text"))
+        for one in ALONE  # a change lowers a whole program of Qwen 3.5 (tests/programs.py)
+    ],
+)
 @torch.no_grad()
 def test_a_block_exports(family: str) -> None:
     loaded = tiny_model(family)

@@ -318,6 +318,7 @@ def test_the_limit_holds_and_the_kernel_has_nothing_to_end(
         assert int(group.peak.read_text()) <= LIMIT + (300 << 20)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_without_the_limit_the_kernel_ends_the_process(
     tmp_path: Path, group: Cgroup | None

@@ -115,7 +115,7 @@ def test_a_plan_never_takes_the_tokens_of_its_run(
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads the kernel's high-water mark"
 )
-@pytest.mark.parametrize("method", ["mesp", "lora"])
+@pytest.mark.parametrize("method", ["mesp", pytest.param("lora", marks=pytest.mark.nightly)])
 def test_the_plan_of_a_process_is_what_it_takes(tmp_path: Path, method: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, method],

@@ -276,6 +276,7 @@ def test_a_run_is_neither_mixed_with_another_nor_replaced(
     call(host, *words, "--overwrite")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_host_for_64_bit_arm_trains_in_an_emulator(
     host: Path, ids: Path, tmp_path: Path

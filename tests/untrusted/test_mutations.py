@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import part_of
 from tests.untrusted import runner
 from tests.untrusted.kinds import KINDS
 
-MUTATIONS = 150
+MUTATIONS = part_of(200)
 
 
 @pytest.mark.parametrize("name", KINDS)

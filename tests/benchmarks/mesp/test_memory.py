@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("mlx.core")
 from benchmarks.common import result
 from benchmarks.mesp import memory
 from benchmarks.mesp.ways import Spec
+from tests.sampling import ALL
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
@@ -34,12 +37,22 @@ SHAPE: dict[str, Any] = {
 """Half of Qwen2.5-0.5B's widths."""
 
 
+CHANGED = ("plain autodiff, all logits", *memory.COMPARED)
+"""Measured on a change, a process each: the bars' methods, and those between which everything is
+saved. The nightly job measures the other ways of computing the same step as well."""
+
+
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> memory.Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[memory.Bench]:
     """With every method measured once."""
-    measured = memory.Bench(tmp_path_factory.mktemp("mesp") / "kept.json", **SHAPE)
-    memory.methods(measured)
-    return measured
+    with pytest.MonkeyPatch.context() as patch:
+        if not ALL:
+            steps = [("several ideas", *pair) for pair in pairwise(CHANGED)]
+            patch.setattr(memory, "METHODS", {name: memory.METHODS[name] for name in CHANGED})
+            patch.setattr(memory, "ABLATION", steps)
+        measured = memory.Bench(tmp_path_factory.mktemp("mesp") / "kept.json", **SHAPE)
+        memory.methods(measured)
+        yield measured
 
 
 @pytest.mark.slow

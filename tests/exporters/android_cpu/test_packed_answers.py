@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 USE = PackedModel.use
 
 
-@pytest.mark.parametrize("form", ["8da8w", "8da4w"])
+@pytest.mark.parametrize("form", [pytest.param("8da8w", marks=pytest.mark.nightly), "8da4w"])
 def test_rounded_weights_answer_as_their_own_eager_does_and_a_wrong_program_does_not(
     form: str, tmp_path: Path, monkeypatch
 ) -> None:

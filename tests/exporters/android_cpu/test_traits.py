@@ -25,7 +25,13 @@ def job(folder: Path, method: str) -> ExportJob:
     return ExportJob(ModelConfig(source=str(folder)), method_config(method, {"rank": 2}), settings)
 
 
-KINDS = {"granite": (), "gemma3_text": (0, 1, 0), "lfm2": (0, 1, 0), "smollm3": (0, 1, 0)}
+KINDS = {
+    "granite": (),
+    "gemma3_text": (0, 1, 0),
+    "lfm2": (0, 1, 0),
+    "lfm2_moe": (0, 1),
+    "smollm3": (0, 1, 0),
+}
 
 
 @pytest.mark.parametrize(

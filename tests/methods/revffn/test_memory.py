@@ -28,6 +28,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", CASES, ids=lambda one: ", ".join(map(str, one.values())))
 @pytest.mark.parametrize(("shape", "layers"), [("narrow", 4), ("tiny-moe", 3)])
 def test_a_step_needs_what_the_plan_says(shape, layers, settings) -> None:

@@ -318,7 +318,7 @@ def smollm(**settings: Any) -> tuple[Reversible, Tensor]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("coupling", ["exact", "full"])
+@pytest.mark.parametrize("coupling", [pytest.param("exact", marks=pytest.mark.nightly), "full"])
 def test_smollm2_gradients_bit_for_bit(coupling: str) -> None:
     built, ids = smollm(coupling=coupling)
     (hidden, actual), (reference, expected) = rebuilt(built, ids), stored(built, ids)

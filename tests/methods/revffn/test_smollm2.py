@@ -36,6 +36,7 @@ def test_full_begins_within_one_percent_of_the_ordinary_model(root) -> None:
     assert ours == pytest.approx(ordinary, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_full_learns_as_ordinary_full_fine_tuning_does() -> None:
     losses = {}
     for name, settings in (("full", {}), ("revffn", {"optimizer": "adamw", "learning_rate": RATE})):

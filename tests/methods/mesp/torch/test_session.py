@@ -51,7 +51,7 @@ def train(opened: Any, steps: int, rate: float = 1e-2, first: int = 0) -> list[f
     return [opened.step(*rows(3, 20, step), step, rate).loss for step in range(first, steps)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.nightly)])
 def test_the_loss_curve_of_200_steps_is_the_checkpointed_one(optimizer) -> None:
     """The paper's Table 11: losses agree in every digit that it gives, here to float32 noise: the checkpointed run is
     in float64, so that the noise is one run's and not two's."""
