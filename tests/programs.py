@@ -68,6 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **TWO_HEADS,
         "head_dim": 64,
         "sliding_window": 16,
+        # Norms of 1 + w make scores about 32 before they are divided by its root.
+        "query_pre_attn_scalar": 1024,
     },
     "wide qwen3": {"family": "qwen3", "layers": 2, **TWO_HEADS, "head_dim": 64},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
@@ -342,6 +344,10 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.soc": ["SM8550"],
             **ONE_ROW,
         },
+    ),
+    "npu blocks of gemma3_text": (
+        "wide gemma3_text",
+        {"method.optimizer": "sgd", "export.lengths_tokens": [24], **ONE_ROW},
     ),
     "npu blocks of phi3": ("two layers of phi3", {"method.optimizer": "sgd", **ONE_ROW}),
     "npu blocks of qwen3": ("wide qwen3", {"method.optimizer": "sgd", **ONE_ROW}),
