@@ -272,6 +272,22 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"export.next_token": True, "export.check_steps": 1, **ONE_ROW},
     ),
+    **{
+        f"blocks of {family}, 8da8w": (
+            source,
+            {
+                "export.quantize": "8da8w",
+                "method.optimizer": "sgd",
+                "export.check_steps": 1,
+                **ONE_ROW,
+            },
+        )
+        for family, source in (
+            ("granitemoe", "granitemoe"),
+            ("lfm2_moe", "three layers of lfm2_moe"),
+            ("qwen2_moe", "qwen2_moe"),
+        )
+    },
     "blocks of qwen3_5_text": (
         "qwen3_5_text",
         {"export.batch_size": 2, "export.lengths_tokens": [72]},
@@ -366,10 +382,12 @@ NIGHTLY = {
     "blocks of gemma4_text, q4",
     "blocks of gemma4_text, 8da8w",
     "blocks of granitemoe",
+    "blocks of granitemoe, 8da8w",
     "blocks of granitemoe, int8",
     "blocks of lfm2, q4",
     "blocks of lfm2, 8da8w",
     "blocks of lfm2_moe, q4",
+    "blocks of lfm2_moe, 8da8w",
     "blocks of qwen2_moe",
     "blocks of qwen2_moe, q4",
     "blocks of qwen3_5_text",
