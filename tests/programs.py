@@ -68,6 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **TWO_HEADS,
         "head_dim": 64,
         "sliding_window": 16,
+        # Norms of 1 + w make scores about 32 before they are divided by its root.
+        "query_pre_attn_scalar": 1024,
     },
     "wide qwen3": {"family": "qwen3", "layers": 2, **TWO_HEADS, "head_dim": 64},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
@@ -272,6 +274,22 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"export.next_token": True, "export.check_steps": 1, **ONE_ROW},
     ),
+    **{
+        f"blocks of {family}, 8da8w": (
+            source,
+            {
+                "export.quantize": "8da8w",
+                "method.optimizer": "sgd",
+                "export.check_steps": 1,
+                **ONE_ROW,
+            },
+        )
+        for family, source in (
+            ("granitemoe", "granitemoe"),
+            ("lfm2_moe", "three layers of lfm2_moe"),
+            ("qwen2_moe", "qwen2_moe"),
+        )
+    },
     "blocks of qwen3_5_text": (
         "qwen3_5_text",
         {"export.batch_size": 2, "export.lengths_tokens": [72]},
@@ -345,6 +363,10 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             **ONE_ROW,
         },
     ),
+    "npu blocks of gemma3_text": (
+        "wide gemma3_text",
+        {"method.optimizer": "sgd", "export.lengths_tokens": [24], **ONE_ROW},
+    ),
     "npu blocks of phi3": ("two layers of phi3", {"method.optimizer": "sgd", **ONE_ROW}),
     "npu blocks of qwen3": ("wide qwen3", {"method.optimizer": "sgd", **ONE_ROW}),
     "npu blocks of smollm3": ("two layers of smollm3", {"method.optimizer": "sgd", **ONE_ROW}),
@@ -363,12 +385,14 @@ NIGHTLY = {
     "blocks of gemma4_text, q4",
     "blocks of gemma4_text, 8da8w",
     "blocks of granitemoe",
+    "blocks of granitemoe, 8da8w",
     "blocks of granitemoe, int8",
     "blocks of granite, in ops",
     "blocks of lfm2",
     "blocks of lfm2, q4",
     "blocks of lfm2, 8da8w",
     "blocks of lfm2_moe, q4",
+    "blocks of lfm2_moe, 8da8w",
     "blocks of qwen2_moe",
     "blocks of qwen2_moe, q4",
     "blocks of qwen3_5_text",

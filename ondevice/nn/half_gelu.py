@@ -20,3 +20,9 @@ def gelu_angle(x: Tensor) -> Tensor:
     large for float16."""
     x = x.clamp(-GELU_RANGE, GELU_RANGE)
     return x * (GELU[0] + GELU[1] * (x * x))
+
+
+def gelu_angle_slope(x: Tensor) -> Tensor:
+    """Return the slope of u; beyond `GELU_RANGE` that at its end, where the sigmoid has none."""
+    x = x.clamp(-GELU_RANGE, GELU_RANGE)
+    return GELU[0] + 3.0 * GELU[1] * (x * x)

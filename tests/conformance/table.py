@@ -187,6 +187,7 @@ MESP_NPU = partial(
     "exact gradients: float16 blocks, the rest float32; in QNN's simulator",
     loss_error=2e-3, adapter_error=1e-4,
 )  # fmt: skip
+"""float16's errors, whatever the family: `test_limits_of_mesp_on_the_npu_are_float16_s`."""
 PROGRAMS = (
     PRGE_PROGRAM(program="functional"),
     PRGE_PROGRAM(program="stateful"),
@@ -224,6 +225,10 @@ PROGRAMS = (
     Q4(program="blocks of qwen3_5_text, q4"),
     # A delta rule multiplies what four products of integers gave.
     INTEGERS(program="blocks of qwen3_5_text, 8da8w", loss_error=3e-2, adapter_error=3e-2),
+    INTEGERS(program="blocks of granitemoe, 8da8w", adapter_error=1e-3),
+    # So does this one, and a token between two experts may take the other.
+    INTEGERS(program="blocks of lfm2_moe, 8da8w", adapter_error=1e-2),
+    INTEGERS(program="blocks of qwen2_moe, 8da8w", adapter_error=1e-3),
     INTEGERS(program="blocks, 8da8w", adapter_error=1e-3),
     BLOCKS(FOUR_BITS, program="blocks, 8da4w", loss_error=5e-3, adapter_error=1e-3),
     PRGE_NPU(program="npu"),
@@ -232,6 +237,7 @@ PROGRAMS = (
     PRGE_NPU(program="npu subspace", loss_error=5e-3, adapter_error=1e-5),
     MESP_NPU(program="npu blocks, sgd"),
     *(MESP_NPU(program=f"npu blocks of {family}") for family in ("phi3", "qwen3", "smollm3")),
+    MESP_NPU(program="npu blocks of gemma3_text", adapter_error=4e-4),
 )
 MESP_IN_MLX = partial(
     Row, "mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4
@@ -243,7 +249,9 @@ MLX = (
     MESP_IN_MLX(),
     MESP_IN_MLX(settings=STREAMED, **BIAS),
     MESP_IN_MLX(family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5),
+    MESP_IN_MLX(family="granitemoe"),
     MESP_IN_MLX(settings=STREAMED, family="lfm2"),
+    MESP_IN_MLX(family="lfm2_moe", sizes={"layers": 3}),
     MESP_IN_MLX(family="phi3"),
     MESP_IN_MLX(family="qwen3"),
     MESP_IN_MLX(**GEMMA4),
@@ -251,7 +259,9 @@ MLX = (
     # With more layers two experts come within 1e-7 of each other, and either may be a token's.
     MESP_IN_MLX(family="qwen3_moe", sizes={"layers": 1}),
     MLX_PROGRAM(),
+    MLX_PROGRAM(family="granitemoe"),
     MLX_PROGRAM(family="lfm2", sizes={"layers": 3}),
+    MLX_PROGRAM(family="lfm2_moe", sizes={"layers": 3}),
     # Differences of products in a delta rule; PyTorch's float32 is as far.
     MLX_PROGRAM(family="qwen3_5_text", sizes={"layers": 3}, loss_error=2e-5),
     MLX_PROGRAM(**GEMMA4),

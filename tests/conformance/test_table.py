@@ -50,6 +50,7 @@ from tests.conformance.table import (
 )
 from tests.exits import table as exits
 from tests.methods.reference import batch
+from tests.methods.rounding import ALLOWED, HalfRounding, modelled_errors
 from tests.programs import MODELS, config, marks, model, needs_qnn, program
 
 SEED = 4
@@ -317,6 +318,44 @@ def batches(session: Any) -> list[tuple[np.ndarray, np.ndarray]]:
             labels[:] = -100
             labels[np.arange(rows), last] = np.random.default_rng(step).choice(answers, rows)
     return given
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for row in ROWS
+        if (row.values[0].method, row.values[0].backend) == ("mesp", "android-npu")
+    ],
+)
+def test_limits_of_mesp_on_the_npu_are_float16_s(row) -> None:
+    """The model: each operation of a block errs by a unit roundoff of float16, drawn anew, and the
+    steps follow their own updates. Limits are at most six times what that makes of losses and A, B,
+    and no loss is held to less than the model."""
+    session = open_row(row)
+    rate = LEARNING_RATE[row.method]
+
+    def steps() -> dict[str, np.ndarray]:
+        plain = in_memory(row, session)
+        losses = []
+        for step, (ids, labels) in enumerate(batches(session)):
+            losses.append(plain.step(ids, labels, step)[0])
+            plain.apply(np.array([]), step, rate)
+        return {"losses": np.concatenate(losses)} | {
+            n: v.copy() for n, v in plain.trained().items()
+        }
+
+    def errors(values: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> dict[str, float]:
+        found = {n: float(np.abs(values[n] - wanted).max()) for n, wanted in exact.items()}
+        relative = np.abs(values["losses"] / exact["losses"] - 1.0)
+        return found | {"losses": float(relative.max())}
+
+    vocab = 260
+    _, modelled = modelled_errors(steps, errors, lambda seed: HalfRounding(seed, vocab))
+    loss = modelled.pop("losses")
+    assert loss <= row.loss_error <= ALLOWED * loss
+    assert row.adapter_error <= ALLOWED * max(modelled.values())
 
 
 def trained(session: Any) -> dict[str, np.ndarray]:

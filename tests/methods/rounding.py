@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 ROUNDOFF = 2.0**-24
+HALF = 2.0**-11
+"""float16's unit roundoff."""
 RUNS = 6
 ALLOWED = 6.0
 """Times the modelled error. An error may lie in one direction, as of a tensor of rank 1: then its ratio to the root
@@ -53,7 +55,7 @@ class Rounding(TorchDispatchMode):
         name = function._schema.name.split("::")[1]
         if function.is_view or name.endswith("_") or name in EXACT:
             return out
-        relative = ROUNDOFF * math.sqrt(_terms(name, args, out))
+        relative = self.relative_error(name, args, out)
 
         def rounded(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
@@ -63,6 +65,24 @@ class Rounding(TorchDispatchMode):
             )
 
         return tree_map(rounded, out)
+
+    def relative_error(self, name: str, args: Any, out: Any) -> float:
+        """Return the standard deviation of an element's relative error."""
+        return ROUNDOFF * math.sqrt(_terms(name, args, out))
+
+
+class HalfRounding(Rounding):
+    """Give every float64 operation float16's relative error, but for those on tensors with a dimension of `exact_width`
+    (logits, which stay float32). Sums are kept in a wider format, and only their result is rounded.
+    """
+
+    def __init__(self, seed: int, exact_width: int) -> None:
+        super().__init__(seed)
+        self.exact_width = exact_width
+
+    def relative_error(self, name: str, args: Any, out: Any) -> float:
+        shapes = [one.shape for one in (*args, out) if isinstance(one, torch.Tensor)]
+        return 0.0 if any(self.exact_width in shape for shape in shapes) else HALF
 
 
 def _terms(name: str, args: Any, out: Any) -> int:
@@ -77,16 +97,18 @@ def _terms(name: str, args: Any, out: Any) -> int:
 def modelled_errors(
     compute: Callable[[], dict[str, np.ndarray]],
     errors: Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], dict[str, float]],
+    rounding: Callable[[int], Rounding] = Rounding,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return the exact values, and for each the error that float32 is modelled to make, by root mean square of `RUNS`.
+    """Return the exact values, and for each the error that a format is modelled to make, by root mean square of `RUNS`.
 
     Args:
         compute: float64 values by name, the same at every call.
         errors: (values, exact values) to an error by name.
+        rounding: seed to the format's errors.
     """
     exact, squares = compute(), dict[str, float]()
     for seed in range(RUNS):
-        with Rounding(seed):
+        with rounding(seed):
             values = compute()
         for name, error in errors(values, exact).items():
             squares[name] = squares.get(name, 0.0) + error**2 / RUNS

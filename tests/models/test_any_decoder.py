@@ -246,3 +246,12 @@ def test_a_model_that_sums_in_float32_slides_in_half_precision(name: str, tmp_pa
         out=tmp_path / "run",
     )
     assert result.result.steps == 2
+
+
+def test_a_rotary_embedding_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
+    config = tiny_config("llama") | {"rope_parameters": {"rope_type": "spiral"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        read_dims(str(tmp_path))
+    assert "unknown rope_type" in str(caught.value) and caught.value.received == "spiral"
+    assert "yarn" in caught.value.expected

@@ -92,6 +92,8 @@ class BlockFunctions:
             self.linear_form = Int8()
         # Of what projects the embedding to a layer's input, which no function of one layer holds.
         self.projection_form = Int8() if self.holds_matrices else self.linear_form
+        # A function of one expert serves all of them, so it holds none.
+        self.expert_form = self.projection_form
         self.table_form = TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(
             loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
@@ -163,7 +165,7 @@ class BlockFunctions:
         width = self.dims.expert_intermediate
         shapes = ((2 * width, self.dims.hidden), (self.dims.hidden, width))
         both = zip(self.expert_names, shapes, strict=True)
-        return tuple(one for name, shape in both for one in self.linear_form.ports(name, shape))
+        return tuple(one for name, shape in both for one in self.expert_form.ports(name, shape))
 
     def _experts(self, layer: int) -> dict[str, np.ndarray]:
         """A layer's experts one after the other, so that what one of them is read for is together
@@ -174,9 +176,9 @@ class BlockFunctions:
         for expert in range(self.dims.experts):
             for form_name, whole in zip(self.expert_names, wholes, strict=True):
                 name = form_name.format(layer=layer, expert=expert)
-                packed = self.linear_form.pack(name, whole[expert].float())
+                packed = self.expert_form.pack(name, whole[expert].float())
                 if self.quantize != "none":
-                    whole[expert].copy_(self.linear_form.matrix(name, packed).dense())
+                    whole[expert].copy_(self.expert_form.matrix(name, packed).dense())
                 tensors |= arrays(packed)
         return tensors
 
@@ -287,6 +289,11 @@ class BlockFunctions:
         for one in self.dims.block_linears(layer).values():
             name = f"{linear_name(self.loaded, one.target)}.weight"
             shapes |= self.linear_form.constants(name, (one.outputs, one.inputs))
+        for part, shape in self._dense_shapes(layer).items():
+            shapes |= self.linear_form.constants(self._dense_name(part), shape)
+        if self.routes(layer):
+            for name, shape in self._shared_shapes.items():
+                shapes |= self.linear_form.constants(name, shape)
         return {
             name: torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
             for name, shape in shapes.items()

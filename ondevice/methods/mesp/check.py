@@ -136,35 +136,20 @@ def check_mlx_settings(config: MespConfig) -> None:
         )
 
 
-def check_mlx_experts(dims: ModelDims, config: MespConfig, model: str) -> None:
+def check_mlx_experts(dims: ModelDims, config: MespConfig) -> None:
     """Refuse a mixture of experts that MLX cannot run.
 
     Raises:
         ConfigError: an adapter on experts.
-        ModelError: blocks that have no experts among others, or a router that is not Qwen's.
     """
     if not isinstance(dims, MoeDims):
         return
-    if dict(dims.traits.paths).get("mlp"):
-        raise ModelError(
-            f"mesp in MLX does not do the mixture of {dims.family}",
-            expected="a softmax over all experts, in a block like Qwen's",
-            received=dims.family,
-            hint="--backend torch",
-        )
     if any(linear.experts > 1 for linear in dims.adapted(config)):
         raise ConfigError(
             "mesp in MLX has no adapters on the matrices of experts",
             expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
             received=", ".join(config.target_modules),
             hint="--backend torch does",
-        )
-    if dims.dense_layers:
-        raise ModelError(
-            f"{model} is a mixture of experts, and MLX runs every block by one list of stages",
-            expected="experts in every block",
-            received=f"none in layers {', '.join(map(str, dims.dense_layers))}",
-            hint="--backend torch",
         )
 
 
@@ -177,7 +162,7 @@ def refuse(asked: Asked[MespConfig]) -> None:
         if dims.whole:
             raise dims.unknown("mesp in MLX")
         check_family(dims, IN_MLX, "mesp in MLX")
-        check_mlx_experts(dims, config, asked.model)
+        check_mlx_experts(dims, config)
     elif dims.whole:
         check_plain(dims, config)
     else:

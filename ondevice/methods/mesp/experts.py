@@ -36,7 +36,7 @@ class _Expert(nn.Module):
         functions = self.functions
         given = dict(zip((one.name for one in functions.expert), parts, strict=True))
         gate_up, down = (
-            functions.linear_form.matrix(name, given) for name in functions.expert_names
+            functions.expert_form.matrix(name, given) for name in functions.expert_names
         )
         return gate_up, down
 

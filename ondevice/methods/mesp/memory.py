@@ -352,7 +352,11 @@ def blocks_memory(
         forward = forward + 8 * tokens * dims.intermediate
         backward = backward + 24 * tokens * dims.intermediate
     new = (2 * vectors + 2) * (vector // dims.layers)
-    packed = {"8da8w": 2 * dims.matrices_of_block, "none": 4 * max(*matrices, tile * dims.hidden)}
+    held = dims.matrices_of_block
+    if isinstance(dims, MoeDims):  # experts are inputs, as 8-bit weights
+        inner = dims.dense_intermediate if dims.dense_layers else 0
+        held += 3 * dims.hidden * max(inner, dims.shared_intermediate)
+    packed = {"8da8w": 2 * held, "none": 4 * max(*matrices, tile * dims.hidden)}
     return {
         "adapter": vector,
         "optimizer": (vectors - 1) * vector,

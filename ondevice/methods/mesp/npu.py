@@ -35,9 +35,9 @@ from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
 from ondevice.methods.mesp.npu_kernels import NpuKernels
 from ondevice.methods.mesp.torch.block import Block, Linear
-from ondevice.methods.mesp.torch.kernels import Dense
+from ondevice.methods.mesp.torch.kernels import Dense, Scores
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
-from ondevice.methods.mesp.torch.weights import halves
+from ondevice.methods.mesp.torch.weights import factor, halves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,8 +64,18 @@ MASKED = -1e4
 LAYERS = "model.layers."
 """Weights that are in the compiled parts."""
 PREFILL = "block_prefill"
-IN_NPU = ("norms", "rotary", "fused", "rotary_width")
+IN_NPU = (
+    "norms", "norm_offset", "activation", "rotary", "fused", "rotary_width", "windows",
+    "score_scale", "embedding_scale",
+)  # fmt: skip
 """Traits of a block with which functions in QNN's simulator were held against float32."""
+
+
+class _Stages(Stages):
+    """Stages of the graph of all layers: a layer's window is in its mask, which is a constant."""
+
+    def scores(self, block: Block, length_tokens: int) -> Scores:
+        return replace(super().scores(block, length_tokens), window=0)
 
 
 class _Body(nn.Module):
@@ -99,12 +109,16 @@ class _Body(nn.Module):
             sin = torch.zeros_like(sin)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
-        self.register_buffer("mask", torch.full((length_tokens, length_tokens), MASKED).triu(1))
+        unseen = torch.full((length_tokens, length_tokens), MASKED)
+        mask = unseen.triu(1)
+        if window := traits.window(layer):
+            mask = mask + unseen.tril(-window)
+        self.register_buffer("mask", mask)
         self.register_buffer("ones", torch.ones(dims.hidden))
         self.register_buffer("head_ones", torch.ones(dims.head_dim))
         for place, module in traits.norms_of(layer):
             norm: Any = family.layer(layer).get_submodule(module)
-            self.register_buffer(f"norm_{place}", norm.weight.detach())
+            self.register_buffer(f"norm_{place}", factor(dims, norm.weight.detach()))
         for target in family.linear_targets:
             linear: Any = family.linear(layer, target)
             self.register_buffer(f"{target}_weight", linear.weight.detach())
@@ -125,7 +139,7 @@ class _Body(nn.Module):
         return tuple(tensors)
 
     def stages(self) -> Stages:
-        return Stages(self.functions.dims, NpuKernels(self.mask, self.ones, self.head_ones))
+        return _Stages(self.functions.dims, NpuKernels(self.mask, self.ones, self.head_ones))
 
     @property
     def position(self) -> tuple[Tensor, Tensor]:
@@ -154,9 +168,10 @@ class _Body(nn.Module):
     def change(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
         """Return what the block adds to `x`, [N, D], with attention's output `o` [N, H h]."""
         s = self.stages()
-        attended = s.linear(block, "o_proj", o)
+        attended = s.normed(block, "after_attention", s.linear(block, "o_proj", o))
         gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
-        return attended + s.linear(block, "down_proj", s.act(gate, up))
+        y = s.linear(block, "down_proj", s.act(gate, up))
+        return attended + s.normed(block, "after_mlp", y)
 
 
 class ForwardBody(_Body):
@@ -230,11 +245,11 @@ class NpuBackward(_Finished):
         functions = self.functions
         before = g
         (g, *listed) = self.body(x, g, *self.matrices(vectors[0]))
-        factor = torch.where(
+        unscaled = torch.where(
             largest(before, *listed) < GRADIENT_LIMIT, 1.0 / loss_scale, float("inf")
         )
         gradients = {
-            entry.parameters.target: (ga * factor, gb * factor)
+            entry.parameters.target: (ga * unscaled, gb * unscaled)
             for entry, ga, gb in zip(functions.entries(), listed[::2], listed[1::2], strict=True)
         }
         return g, *functions.updated(functions.gradient(gradients), vectors, step, rate)
@@ -295,7 +310,7 @@ class PrefillBody(_Body):
 
     def stages(self) -> Stages:
         """Return them with kernels whose mask is not used: attention here has its own."""
-        return Stages(self.functions.dims, NpuKernels(self.causal, self.ones, self.head_ones))
+        return _Stages(self.functions.dims, NpuKernels(self.causal, self.ones, self.head_ones))
 
 
 class NpuPrefill(_Finished):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 
 from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
+from ondevice.nn.half_gelu import gelu_angle, gelu_angle_slope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,3 +53,18 @@ class NpuKernels(GraphKernels):
             min=SMALLEST
         )
         return g + (gw - n * (gw * n).mean(dim=-1, keepdim=True)) * r
+
+    def glu(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        if activation == "silu":
+            return self.swiglu(gate, up)
+        return gate * torch.sigmoid(gelu_angle(gate)) * up
+
+    def glu_backward(
+        self, activation: str, gate: Tensor, up: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return gradients of gate and up: x s(u) has the slope s + x s (1 - s) u'."""
+        if activation == "silu":
+            return self.swiglu_backward(gate, up, g)
+        s = torch.sigmoid(gelu_angle(gate))
+        act = gate * s
+        return g * up * (s + act * (1.0 - s) * gelu_angle_slope(gate)), g * act

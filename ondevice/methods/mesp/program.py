@@ -107,11 +107,6 @@ def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -
             f"{dims.family} has no experts in layers {', '.join(map(str, dims.dense_layers))}: "
             "export.context_tokens needs blocks of one kind"
         )
-    if export.quantize == "8da8w":
-        problems.append(
-            "export.quantize is 8da8w: its functions hold matrices, and a mixture's are read as "
-            "tokens need them; expected none, int8, q4 or q4dq"
-        )
     if export.rounding == "rows":
         problems.append(
             "export.rounding is rows: levels of experts are not chosen on rows; expected nearest"

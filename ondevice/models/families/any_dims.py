@@ -161,6 +161,7 @@ def dims_of_config(config: str, where: str) -> AnyDims:
             hint="install it, or choose a checkpoint of the text model",
         ) from None
     except Exception as error:  # whatever transformers raises about a configuration
+        _check_rope_type(error, values, where)
         raise ModelError(
             f"{where}: transformers cannot build this {values.get('model_type')} model",
             expected="a configuration that transformers builds a decoder of",
@@ -168,6 +169,21 @@ def dims_of_config(config: str, where: str) -> AnyDims:
             hint="check config.json, or copy it again",
         ) from None
     return dims_of_model(model, values)
+
+
+def _check_rope_type(error: Exception, values: dict[str, Any], where: str) -> None:
+    """Name a rotary embedding that transformers looked for in vain."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    wanted = rope.get("rope_type") or rope.get("type")
+    if isinstance(error, KeyError) and error.args == (wanted,):
+        raise ModelError(
+            f"{where}: unknown rope_type",
+            expected=", ".join(("default", *ROPE_INIT_FUNCTIONS)),
+            received=wanted,
+            hint="a newer transformers may know it: pip install -U transformers",
+        ) from None
 
 
 def find_blocks(model: Any) -> tuple[str, Any]:

@@ -153,7 +153,6 @@ def job(folder: Path, method: dict[str, Any], **export: Any) -> ExportJob:
     ("sizes", "method", "export", "words"),
     [
         ({}, {"target_modules": ["q_proj", "experts.down_proj"]}, {}, "no adapters on experts"),
-        ({}, {}, {"quantize": "8da8w"}, "read as tokens need them"),
         ({}, {}, {"quantize": "q4", "rounding": "rows"}, "levels of experts"),
         ({"moe_intermediate_size": 24}, {}, {"quantize": "int8"}, "expert 24"),
     ],

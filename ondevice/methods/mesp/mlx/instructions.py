@@ -127,7 +127,7 @@ def _forward(settings: Settings, length_tokens: int, row_tokens: int) -> list[In
     listed = _mix(settings, row_tokens or length_tokens)
     if row_tokens:
         listed = _rows_apart(listed)
-    if not settings.active_experts:
+    if not settings.routes:
         return [*listed, _mlp_norm(settings), *_mlp_tiles(settings), *_end(settings)]
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
@@ -190,23 +190,27 @@ def _rows_apart(listed: list[Instruction]) -> list[Instruction]:
 def _backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     listed = _mix(settings, length_tokens)
     mixer = settings.mixer
-    if not settings.active_experts:
+    if not settings.routes:
         listed += _mlp_backward(settings)
         if mixer == CONVOLUTION:
-            return [*listed, *_convolution_backward(settings)]
+            return [*listed, *_convolution_backward(settings, ["g.m"])]
         if mixer == DELTA:
             return [*listed, *_delta_backward(settings, length_tokens)]
         return [*listed, *_attention_backward(settings, length_tokens)]
-    for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
+    chunks = settings.query_bounds(length_tokens)
+    for i, (low, high) in enumerate(chunks):
         inputs = {"m": Operand("m", 1, low, high), "g.x": Operand("g", 1, low, high)}
         inputs |= _experts(settings)
         listed.append(Instruction("mixture_backward", inputs, {"g.m": f"g.m@{i}"}))
+    if mixer == CONVOLUTION:
+        return listed + _convolution_backward(settings, _numbered("g.m", chunks))
     return listed + _attention_backward(settings, length_tokens)
 
 
 def _experts(settings: Settings) -> Operands:
     """The norm before a mixture of experts, and all its arrays."""
     inputs = _norm(settings, "before_mlp") | _same("router.weight")
+    inputs |= _same("router.bias", when=settings.routing.bias)
     inputs |= _same("shared_gate.weight", when=settings.shared)
     for name in ("experts.gate_up", "experts.down", *SHARED):
         if settings.shared or name not in SHARED:
@@ -297,8 +301,8 @@ def _delta_backward(settings: Settings, length_tokens: int) -> list[Instruction]
     return [*listed, _norm_backward(settings)]
 
 
-def _convolution_backward(settings: Settings) -> list[Instruction]:
-    listed = _out_backward(settings, WHOLE, ["g.m"], "conv_out")
+def _convolution_backward(settings: Settings, g_m: list[str]) -> list[Instruction]:
+    listed = _out_backward(settings, WHOLE, g_m, "conv_out")
     inputs = _same("bcx", "taps.weight") | {"g.o": Operand("g.o@0")}
     listed.append(Instruction("convolve_backward", inputs, _named("g.bcx")))
     listed.append(_attention_norm(settings))
@@ -462,7 +466,7 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
 def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     chunks = settings.query_bounds(length_tokens)
     g_m = ["g.m"]
-    if settings.active_experts:
+    if settings.routes:
         g_m = _numbered("g.m", chunks)
     listed = _out_backward(settings, chunks, g_m, "o_proj")
     # The last chunk sees all keys, so it comes first and makes g.k and g.v in full length.

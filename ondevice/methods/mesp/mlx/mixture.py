@@ -1,7 +1,8 @@
 """The stages of a mixture of experts: each token passes only its own experts.
 
-With p = softmax(n R^T) over all experts, a token's experts are the K largest of p, and their
-weights w are these p, or p divided by their sum. The choice itself has no gradient.
+With p = softmax(n R^T) over all experts, or the sigmoid of each, a token's experts are the K
+largest of p, or of p and a bias. Their weights w are these p, or p divided by their sum, times a
+factor. The choice itself has no gradient.
 
 Shapes, in addition to those of `stages`: N tokens of a chunk, E experts, K of a token, F the width
 of an expert.
@@ -25,17 +26,24 @@ class MixtureStages(Stages):
         n = self.normed(a, NORMS["before_mlp"], a["m"])
         n = n.reshape(-1, n.shape[-1])
         logits = (n @ a["router.weight"].astype(n.dtype).T).astype(self.sums)
-        p = mx.softmax(logits, axis=-1, precise=True)
-        chosen = mx.argsort(mx.stop_gradient(-p), axis=-1)[:, : self.settings.active_experts]
+        traits = self.settings.routing
+        if traits.scores == "sigmoid":
+            p = mx.sigmoid(logits)
+        else:
+            p = mx.softmax(logits, axis=-1, precise=True)
+        scores = p + a["router.bias"].astype(p.dtype) if traits.bias else p
+        chosen = mx.argsort(mx.stop_gradient(-scores), axis=-1)[:, : self.settings.active_experts]
         w = mx.take_along_axis(p, chosen, axis=-1)
-        if self.settings.normalised:
-            w = w / mx.sum(w, axis=-1, keepdims=True)
+        if traits.normalised:
+            w = w / (mx.sum(w, axis=-1, keepdims=True) + traits.least)
+        w = w * traits.scale
         gate, up = mx.split(self._times(n[:, None], a, "experts.gate_up", chosen), 2, axis=-1)
         out = self._times(self.activated(gate) * up, a, "experts.down", chosen)
         y = mx.sum(out.astype(self.sums) * w[..., None], axis=1)
         if self.settings.shared:
             y = y + self._shared(n, a).astype(self.sums)
-        return {"x": (a["m"].astype(self.sums) + y.reshape(a["m"].shape)).astype(self.dtype)}
+        y = self.scaled(y.reshape(a["m"].shape))
+        return {"x": (a["m"].astype(self.sums) + y).astype(self.dtype)}
 
     def mixture_end(self, a: Arrays) -> Arrays:
         """Join the chunks of x."""

@@ -355,13 +355,12 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: an adapter on experts.
-        ModelError: blocks that have no experts among others, or weights that another program has
-            packed.
+        ModelError: weights that another program has packed.
     """
     dims = files.dims
     if not isinstance(dims, MoeDims):
         return {}
-    check_mlx_experts(dims, config, files.source.source)
+    check_mlx_experts(dims, config)
     if files.packed:
         raise ModelError(
             f"{files.source.source} is a mixture of experts that is packed already",
@@ -370,7 +369,6 @@ def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
         )
     return {
         "active_experts": dims.active_experts,
-        "normalised": bool(read_config(files.folder).get("norm_topk_prob", False)),
         "shared": dims.shared_intermediate > 0,
     }
 

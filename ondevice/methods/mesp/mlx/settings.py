@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.core.dims import DELTA_CHUNK_TOKENS
+from ondevice.core.dims import DELTA_CHUNK_TOKENS, MoeDims, RoutingTraits
 from ondevice.core.errors import ConfigError
 from ondevice.methods.mesp.config import GROUP_SIZE
 
@@ -183,8 +183,8 @@ class Settings:
             dense at a time, which is faster with a good BLAS.
         mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
         query_chunk_tokens: queries whose attention scores exist at once.
-        active_experts: of a mixture of experts, those that a token passes through; `normalised`:
-            their weights add up to 1; `shared`: there is an expert for all tokens.
+        active_experts: of a mixture of experts, those that a token passes through; `shared`: there
+            is an expert for all tokens.
         layer: the block that the stages and their order are of, if blocks differ (`at`).
     """
 
@@ -199,13 +199,34 @@ class Settings:
     mlp_tiles: int = 8
     query_chunk_tokens: int = 128
     active_experts: int = 0
-    normalised: bool = False
     shared: bool = False
     layer: int = 0
 
     def at(self, layer: int) -> Settings:
         """Return the settings of that block."""
         return replace(self, layer=layer)
+
+    @property
+    def routes(self) -> bool:
+        """The block's tokens choose experts."""
+        return bool(self.active_experts) and not self._dense
+
+    @property
+    def routing(self) -> RoutingTraits:
+        """How the experts of a mixture are weighted."""
+        return self.dims.routing if isinstance(self.dims, MoeDims) else RoutingTraits()
+
+    @property
+    def _dense(self) -> bool:
+        """The block of a mixture has one MLP for every token."""
+        return isinstance(self.dims, MoeDims) and self.layer in self.dims.dense_layers
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the block's MLP, if it has one for every token."""
+        if isinstance(self.dims, MoeDims) and self._dense:
+            return self.dims.dense_intermediate
+        return self.dims.mlp_width(self.layer)
 
     @property
     def attention_targets(self) -> tuple[str, ...]:
@@ -247,7 +268,7 @@ class Settings:
         """Return the linear layer that `target` is some rows of, and the first of them: gate and up
         may be one."""
         if self.dims.traits.fused and target in GATE_UP:
-            return "gate_up_proj", GATE_UP.index(target) * self.dims.mlp_width(self.layer)
+            return "gate_up_proj", GATE_UP.index(target) * self.mlp_width
         return target, 0
 
     def has(self, target: str) -> bool:
@@ -302,7 +323,7 @@ class Settings:
         """Return ranges of the MLP's inner dimension, all but the last of equal size; in packed
         columns they begin at a group."""
         quantum = self.group_size if self.bits else 1
-        return bounds(self.dims.mlp_width(self.layer), self.mlp_tiles, quantum)
+        return bounds(self.mlp_width, self.mlp_tiles, quantum)
 
     def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
         """Return ranges of a sequence's queries."""

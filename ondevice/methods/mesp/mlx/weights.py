@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.core.dims import LLAMA
+from ondevice.core.dims import LLAMA, MoeDims
 from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.mlx.instructions import Operand
@@ -42,8 +42,15 @@ _TYPES = {
 }
 PACKED_ROWS = 16384
 """Rows of the table that are packed at once."""
-EXPERTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-"""Parameters with a matrix for each expert, and the matrices that each is put together of."""
+EXPERTS = {
+    "gate_up": (
+        ("experts.gate_up_proj", "input_linear.weight"),
+        (("gate_proj", "up_proj"), ("w1", "w3")),
+    ),
+    "down": (("experts.down_proj", "output_linear.weight"), (("down_proj",), ("w2",))),
+}
+"""Parameters with a matrix for each expert: the names that files have for them, and for the
+matrices of an expert that each is put together of."""
 _READ_ADVICE = 44
 """macOS's fcntl F_RDADVISE, which Python does not name."""
 
@@ -282,8 +289,13 @@ class Source:
             if part == "taps":
                 value = value.reshape(channels, -1)  # mlx-lm's have [channels, taps, 1]
             arrays[f"{part}.weight"] = value
-        if settings.active_experts:
-            arrays |= self.experts(f"{prefix}.mlp")
+        if isinstance(dims, MoeDims):
+            family: Any = self.family
+            for part in dims.dense_shapes(layer):
+                arrays |= self.matrix(f"{prefix}.{family.dense_path(part)}", part)
+        if settings.at(layer).routes:
+            mlp, router = (f"{prefix}.{dims.traits.path(part)}" for part in ("mlp", "mlp.gate"))
+            arrays |= self.experts(mlp, router)
         mx.eval(arrays)
         return arrays
 
@@ -307,19 +319,27 @@ class Source:
         arrays |= {f"layer_projection.{part}": packed[part] for part in parts}
         return arrays | {"layer_input_norm.weight": self.factor(norm)}
 
-    def experts(self, mlp: str) -> dict[str, Any]:
+    def experts(self, mlp: str, router: str) -> dict[str, Any]:
         """Return the arrays of a mixture of experts, whose matrices are [experts, outputs, inputs].
 
         A file has them so, or (as they are published) gate, up and down of each expert.
         """
-        arrays = {"router.weight": self.vector(f"{mlp}.gate.weight")}
-        for name, parts in EXPERTS.items():
-            if f"{mlp}.experts.{name}_proj" in self.of:
-                stacked = self._packed(self.vector(f"{mlp}.experts.{name}_proj"))
+        own = f"{router}.weight"
+        arrays = {"router.weight": self.vector(own if own in self.of else f"{router}.layer.weight")}
+        if self.settings.routing.bias:
+            arrays["router.bias"] = self.vector(f"{mlp}.expert_bias")
+        for name, (wholes, listed) in EXPERTS.items():
+            whole = [path for path in (f"{mlp}.{one}" for one in wholes) if path in self.of]
+            if whole:
+                stacked = self._packed(self.vector(whole[0]))
             else:
                 each: list[dict[str, Any]] = []
+                first = f"{mlp}.experts.0"
+                parts = next(
+                    (some for some in listed if f"{first}.{some[0]}.weight" in self.of), listed[0]
+                )
                 for number in range(self.settings.dims.experts):
-                    names = [f"{mlp}.experts.{number}.{part}_proj.weight" for part in parts]
+                    names = [f"{mlp}.experts.{number}.{part}.weight" for part in parts]
                     each.append(self._packed(_join([self.vector(name) for name in names])))
                 stacked = {part: mx.stack([one[part] for one in each]) for part in each[0]}
             mx.eval(stacked)

@@ -264,7 +264,9 @@ FAMILIES = {
         "layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "granite": {},
+    "granitemoe": {"num_experts_per_tok": 3},
     "lfm2": {"conv_L_cache": 4, "layers": 3},
+    "lfm2_moe": {"layers": 4, "routed_scaling_factor": 1.5},
     "mistral": {"sliding_window": 7},
     "olmo2": {"kv_heads": 1},
     "phi3": {"tied": False},
@@ -275,6 +277,7 @@ FAMILIES = {
     "smollm3, yarn": {"rope_parameters": YARN, "layers": 4},
     "qwen2_moe": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": False, "kv_heads": 1, "num_experts_per_tok": 3},
+    "qwen2_moe, some blocks without experts": {"layers": 3, "mlp_only_layers": [1]},
     "phi3, longrope, short": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     "phi3, longrope, long": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 10},
 }  # fmt: skip
