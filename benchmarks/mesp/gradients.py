@@ -3,7 +3,9 @@ checks, on SmolLM2-135M.
 
     python -m benchmarks.mesp.gradients                     all layers, 8 rows of 32 tokens, every form; minutes
     python -m benchmarks.mesp.gradients --layers 2          its first layers
-    python -m benchmarks.mesp.gradients --forms int8,8da8w  some of: none, int8, q4, 8da8w, 8da4w
+    python -m benchmarks.mesp.gradients --forms int8,8da8w  some of: none, int8, q4, q4dq, 8da8w, 8da4w
+
+`--out` is written after each form: a run that is ended keeps what it measured.
 
 Each program runs in the ExecuTorch runtime, at an adapter that is not zero. Its gradients are held
 against automatic differentiation in eager PyTorch, over the same rounded weights and over
@@ -16,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args
+from benchmarks.committed import write
+from benchmarks.common import finish, parse_args, result
 from benchmarks.mesp.blocks import ALPHA, FORMS, MODEL, RANK, SEED
 
 NEEDS = ("executorch",)
@@ -70,6 +73,15 @@ def main() -> None:
         parser.add_argument("--forms", default=",".join(FORMS))
 
     args = parse_args(__doc__, more, repeats=1)
+    told: dict[str, Any] = {
+        "columns": COLUMNS,
+        "title": "Gradients of block programs by the form of their weights",
+        "notes": [
+            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} on all seven linear layers; "
+            "each A and each B is a tensor."
+        ],
+        "show_versions": ("torch", "executorch"),
+    }
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, model = Path(scratch), MODEL
@@ -83,18 +95,9 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    finish(
-        "mesp/gradients",
-        rows,
-        args,
-        columns=COLUMNS,
-        title="Gradients of block programs by the form of their weights",
-        notes=[
-            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} on all seven linear layers; "
-            "each A and each B is a tensor."
-        ],
-        show_versions=("torch", "executorch"),
-    )
+            if args.out:
+                write(result("mesp/gradients", rows, **told), args.out)
+    finish("mesp/gradients", rows, args, **told)
 
 
 def shortened(layers: int, folder: Path) -> Path:

@@ -19,14 +19,18 @@ struct Added {
   float scale;
 };
 
-// y[:, column ..] = into + bias; false if there is neither.
-inline bool begin_panel(const Added& added, int64_t rows, int64_t width, int64_t column, int64_t columns, float* y) {
+// y[row .. row + count, column ..] = into + bias; false if there is neither.
+inline bool begin_panel(const Added& added, int64_t row, int64_t count, int64_t width, int64_t column, int64_t columns,
+                        float* y) {
   if (!added.into && !added.bias) return false;
-  for (int64_t row = 0; row < rows; ++row) {
-    float* to = y + row * width + column;
-    if (added.into == y) {
-    } else if (added.into) {
-      std::memcpy(to, added.into + row * width + column, sizeof(float) * static_cast<size_t>(columns));
+  for (int64_t i = row; i < row + count; ++i) {
+    float* to = y + i * width + column;
+    const float* from = added.into ? added.into + i * width + column : nullptr;
+    if (from == to) {
+    } else if (from && columns == kColumns) {
+      std::memcpy(to, from, sizeof(float) * kColumns);
+    } else if (from) {
+      std::memcpy(to, from, sizeof(float) * static_cast<size_t>(columns));
     } else {
       std::memset(to, 0, sizeof(float) * static_cast<size_t>(columns));
     }
@@ -37,17 +41,24 @@ inline bool begin_panel(const Added& added, int64_t rows, int64_t width, int64_t
   return true;
 }
 
-// y[:, column ..] += scale h B; `panel` holds kDepth * kColumns.
-inline void add_lora(const Added& added, int64_t rows, int64_t width, int64_t column, int64_t columns, float* panel,
-                     float* y) {
+// Columns of scale B: a panel of [rank, kColumns], or nothing without LoRA.
+inline void pack_lora(const Added& added, int64_t width, int64_t column, int64_t columns, float* panel) {
+  if (!added.h) return;
+  if (columns < kColumns) std::memset(panel, 0, sizeof(float) * static_cast<size_t>(added.rank * kColumns));
+  for (int64_t k = 0; k < added.rank; ++k) {
+    const float* row = added.b + k * width + column;
+    for (int64_t j = 0; j < columns; ++j) panel[k * kColumns + j] = added.scale * row[j];
+  }
+}
+
+// y[row .. row + count, column ..] += h times a panel of `pack_lora`.
+inline void add_lora(const Added& added, int64_t row, int64_t count, int64_t width, int64_t column, int64_t columns,
+                     const float* panel, float* y) {
+  if (!added.h) return;
   for (int64_t first = 0; first < added.rank; first += kDepth) {
     const int64_t depth = added.rank - first < kDepth ? added.rank - first : kDepth;
-    std::memset(panel, 0, sizeof(float) * static_cast<size_t>(depth * kColumns));
-    for (int64_t k = 0; k < depth; ++k) {
-      const float* row = added.b + (first + k) * width + column;
-      for (int64_t j = 0; j < columns; ++j) panel[k * kColumns + j] = added.scale * row[j];
-    }
-    multiply_columns(added.h + first, added.rank, 1, rows, depth, panel, kColumns, y + column, width, columns, true);
+    multiply_columns(added.h + row * added.rank + first, added.rank, 1, count, depth, panel + first * kColumns,
+                     kColumns, y + row * width + column, width, columns, true);
   }
 }
 
@@ -90,10 +101,11 @@ void block_linear(const float* x, int64_t rows, const Matrix& w, bool transposed
   }
   parallel((width + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
-    float* panel = scratch.get((kColumns + 4) * kDepth);
+    float* panel = scratch.get((kColumns + 4) * kDepth + added.rank * kColumns);
+    float* lora = panel + (kColumns + 4) * kDepth;
     for (int64_t column = begin * kColumns; column < end * kColumns && column < width; column += kColumns) {
       const int64_t columns = width - column < kColumns ? width - column : kColumns;
-      bool add = begin_panel(added, rows, width, column, columns, y);
+      bool add = begin_panel(added, 0, rows, width, column, columns, y);
       for (int64_t first = 0; first < length; first += kDepth, add = true) {
         const int64_t depth = length - first < kDepth ? length - first : kDepth;
         if (transposed) {
@@ -103,7 +115,8 @@ void block_linear(const float* x, int64_t rows, const Matrix& w, bool transposed
         }
         multiply_columns(x + first, length, 1, rows, depth, panel, kColumns, y + column, width, columns, add);
       }
-      if (added.h) add_lora(added, rows, width, column, columns, panel, y);
+      pack_lora(added, width, column, columns, lora);
+      add_lora(added, 0, rows, width, column, columns, lora, y);
     }
   });
 }
@@ -116,13 +129,15 @@ void multiply_rounded(const Rounded& x, int64_t rows, const Matrix& w, bool tran
   if (rows <= 0 || width <= 0) return;
   parallel((width + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
-    float* panel = scratch.get(kColumns * kDepth + kIntegerPanel / 4);
-    int8_t* bytes = reinterpret_cast<int8_t*>(panel + kColumns * kDepth);
+    float* lora = scratch.get(kIntegerPanel / 4 + added.rank * kColumns) + kIntegerPanel / 4;
+    int8_t* bytes = reinterpret_cast<int8_t*>(lora - kIntegerPanel / 4);
     for (int64_t column = begin * kColumns; column < end * kColumns && column < width; column += kColumns) {
       const int64_t columns = width - column < kColumns ? width - column : kColumns;
-      const bool add = begin_panel(added, rows, width, column, columns, y);
-      multiply_integers(x, rows, w, transposed, column, columns, bytes, y + column, width, add);
-      if (added.h) add_lora(added, rows, width, column, columns, panel, y);
+      pack_lora(added, width, column, columns, lora);
+      multiply_integers(
+          x, rows, w, transposed, column, columns, bytes, y + column, width,
+          [&](int64_t row, int64_t count) { return begin_panel(added, row, count, width, column, columns, y); },
+          [&](int64_t row, int64_t count) { add_lora(added, row, count, width, column, columns, lora, y); });
     }
   });
 }
@@ -134,13 +149,15 @@ void multiply_groups(const Grouped& x, int64_t rows, const Matrix& w, const Adde
   if (rows <= 0 || w.outputs <= 0) return;
   parallel((w.outputs + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
-    float* panel = scratch.get(kColumns * kDepth + kIntegerPanel / 4 + 2 * kIntegerDepth);
-    int8_t* bytes = reinterpret_cast<int8_t*>(panel + kColumns * kDepth);
+    constexpr int64_t kFloats = kIntegerPanel / 4 + 2 * kIntegerDepth;
+    float* lora = scratch.get(kFloats + added.rank * kColumns) + kFloats;
+    int8_t* bytes = reinterpret_cast<int8_t*>(lora - kFloats);
     for (int64_t column = begin * kColumns; column < end * kColumns && column < w.outputs; column += kColumns) {
       const int64_t columns = w.outputs - column < kColumns ? w.outputs - column : kColumns;
-      const bool add = begin_panel(added, rows, w.outputs, column, columns, y);
+      const bool add = begin_panel(added, 0, rows, w.outputs, column, columns, y);
       multiply_grouped(x, rows, w, column, columns, bytes, y + column, w.outputs, add);
-      if (added.h) add_lora(added, rows, w.outputs, column, columns, panel, y);
+      pack_lora(added, w.outputs, column, columns, lora);
+      add_lora(added, 0, rows, w.outputs, column, columns, lora, y);
     }
   });
 }

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "gemm.h"
+#include "matrix.h"
 
 namespace ondevice {
 
@@ -42,6 +42,19 @@ ONDEVICE_INLINE float total(Vec v) {
   float sum = 0.0f;
   for (int i = 0; i < kLanes; ++i) sum += v[i];
   return sum;
+}
+
+// `total` of each, lane after lane as there, but of all eight at once.
+ONDEVICE_INLINE void totals_of_eight(const Vec (&sums)[8], float (&out)[8]) {
+  float lanes[kLanes][8];
+  for (int64_t half = 0; half < 8; half += 4) {
+    const void* const rows[4] = {&sums[half], &sums[half + 1], &sums[half + 2], &sums[half + 3]};
+    transpose_words(rows, kLanes, lanes[0] + half, 8);
+  }
+  for (int i = 0; i < 8; ++i) out[i] = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 8; ++i) out[i] += lanes[lane][i];
+  }
 }
 
 ONDEVICE_INLINE float inverse_rms(const float* x, int64_t width, float eps) {
@@ -141,25 +154,51 @@ void swiglu_gate(const float* gate, const float* up, const float* g, int64_t cou
   });
 }
 
+constexpr int kNarrowRows = kTileRows * kTileVectors >= 24 ? 2 : 1;  // whose sums with 8 of A stay in registers
+
+// y[i][0 .. some) = scale x[i] A^T for Rows rows of x and at most 8 of A.
+template <int Rows>
+ONDEVICE_INLINE void narrow_rows(const float* x, int64_t width, const float* a, int64_t some, float scale, float* y,
+                                 int64_t rank) {
+  Vec sums[Rows][8] = {};
+  each_vector(width, [&](int64_t at, int64_t count) {
+    Vec v[Rows];
+    for (int i = 0; i < Rows; ++i) v[i] = load_some(x + i * width + at, count);
+    if (some == 8) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        const Vec one = load_some(a + j * width + at, count);
+#pragma GCC unroll 2
+        for (int i = 0; i < Rows; ++i) sums[i][j] += v[i] * one;
+      }
+    } else {
+      for (int64_t j = 0; j < some; ++j) {
+        const Vec one = load_some(a + j * width + at, count);
+        for (int i = 0; i < Rows; ++i) sums[i][j] += v[i] * one;
+      }
+    }
+  });
+  for (int i = 0; i < Rows; ++i) {
+    float totals[8];
+    totals_of_eight(sums[i], totals);
+    for (int64_t j = 0; j < some; ++j) y[i * rank + j] = scale * totals[j];
+  }
+}
+
 // x A^T [rows, rank] with A [rank, width].
 template <typename Parallel>
 void narrow_linear(const float* x, int64_t rows, int64_t width, const float* a, int64_t rank, float scale, float* y,
                    const Parallel& parallel) {
-  each_math_row(rows, parallel, [&](int64_t row) {
-    const float* from = x + row * width;
+  parallel((rows + kRowsOfMath - 1) / kRowsOfMath, [&](int64_t begin, int64_t end) {
+    const int64_t last = end * kRowsOfMath < rows ? end * kRowsOfMath : rows;
     for (int64_t first = 0; first < rank; first += 8) {
-      Vec sums[8] = {};
       const int64_t some = rank - first < 8 ? rank - first : 8;
-      each_vector(width, [&](int64_t at, int64_t count) {
-        const Vec v = load_some(from + at, count);
-        if (some == 8) {
-#pragma GCC unroll 8
-          for (int i = 0; i < 8; ++i) sums[i] += v * load_some(a + (first + i) * width + at, count);
-        } else {
-          for (int64_t i = 0; i < some; ++i) sums[i] += v * load_some(a + (first + i) * width + at, count);
-        }
-      });
-      for (int64_t i = 0; i < some; ++i) y[row * rank + first + i] = scale * total(sums[i]);
+      const float* part = a + first * width;
+      int64_t row = begin * kRowsOfMath;
+      for (; row + kNarrowRows <= last; row += kNarrowRows) {
+        narrow_rows<kNarrowRows>(x + row * width, width, part, some, scale, y + row * rank + first, rank);
+      }
+      for (; row < last; ++row) narrow_rows<1>(x + row * width, width, part, some, scale, y + row * rank + first, rank);
     }
   });
 }

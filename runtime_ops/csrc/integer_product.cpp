@@ -290,14 +290,20 @@ static inline Floats halves_at(const uint16_t* p) {
 }
 static inline float added_lanes(Floats values) { return values[0] + values[1] + (values[2] + values[3]); }
 #include "q4_rows.h"
-typedef const uint8_t* Row;
 constexpr int32_t kOffset = 0;
-static inline Row row_at(const uint8_t* p) { return p; }
-static inline Sums dot_row(Sums acc, Row u, Packed w) {
-  for (int k = 0; k < 16; ++k) acc[k / 4] += u[k] * w[k];
-  return acc;
+// q8_rows.h in words that compilers make products of 16 bits of, added in pairs.
+static void q8_rows(const int8_t* levels, int64_t stride, int64_t rows, const uint8_t* u, int32_t zero, int64_t length,
+                    int32_t* sums) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int8_t* __restrict from = levels + row * stride;
+    int32_t sum = 0;
+    for (int64_t k = 0; k < length; ++k) {
+      const int16_t less = static_cast<int16_t>(u[k] - zero), weight = from[k];
+      sum += less * weight;
+    }
+    sums[row] = sum;
+  }
 }
-#include "q8_rows.h"
 static bool available() { return true; }
 }  // namespace plain
 
@@ -350,8 +356,8 @@ typedef int32_t SixteenInts __attribute__((vector_size(64)));
 void q4_row_in_8_bits(const Matrix& w, int64_t row, int64_t column, int8_t* out) {
   const int64_t group = row * (w.inputs / kQ4Group) + column / kQ4Group;
   const float inverse = 1.0f / w.scales[row];
-  const float scale = half_to_float(w.halves[group]) * inverse;
-  const float low = half_to_float(w.minima[group]) * inverse + 128.5f;  // truncation of what is positive rounds
+  const float scale = float_of_half(w.halves[group]) * inverse;
+  const float low = float_of_half(w.minima[group]) * inverse + 128.5f;  // truncation of what is positive rounds
   float values[kQ4Group];
   q4_levels(static_cast<const uint8_t*>(w.data) + (row * w.inputs + column) / 2, values);
   for (int half = 0; half < 2; ++half) {
@@ -360,6 +366,26 @@ void q4_row_in_8_bits(const Matrix& w, int64_t row, int64_t column, int8_t* out)
     const SixteenInts ints = __builtin_convertvector(level * scale + low, SixteenInts) - 128;
     const Signs bytes = __builtin_convertvector(ints, Signs);
     std::memcpy(out + 16 * half, &bytes, sizeof bytes);
+  }
+}
+
+// 16 bytes of each of four rows as 16 columns of a quad.
+void interleave_four(const int8_t* const rows[4], int8_t* out) {
+  Signs r[4];
+  for (int k = 0; k < 4; ++k) std::memcpy(&r[k], rows[k], sizeof r[k]);
+  for (int half = 0; half < 2; ++half) {
+    typedef int16_t Pairs __attribute__((vector_size(16)));
+    Signs bytes[2];
+    for (int k = 0; k < 2; ++k) {
+      const Signs a = r[2 * k], b = r[2 * k + 1];
+      bytes[k] = half ? __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+                      : __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    }
+    const Pairs one = (Pairs)bytes[0], two = (Pairs)bytes[1];
+    const Pairs low = __builtin_shufflevector(one, two, 0, 8, 1, 9, 2, 10, 3, 11);
+    const Pairs high = __builtin_shufflevector(one, two, 4, 12, 5, 13, 6, 14, 7, 15);
+    std::memcpy(out + 32 * half, &low, sizeof low);
+    std::memcpy(out + 32 * half + 16, &high, sizeof high);
   }
 }
 
@@ -376,8 +402,8 @@ void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, in
   for (int64_t group = 0; group < groups; ++group) {
     for (int64_t j = 0; j < columns; ++j) {
       const int64_t at = (column + j) * of_row + first / kQ4Group + group;
-      scales[group * kColumns + j] = half_to_float(w.halves[at]);
-      minima[group * kColumns + j] = half_to_float(w.minima[at]);
+      scales[group * kColumns + j] = float_of_half(w.halves[at]);
+      minima[group * kColumns + j] = float_of_half(w.minima[at]);
       Bytes both;
       std::memcpy(&both, static_cast<const uint8_t*>(w.data) + at * (kQ4Group / 2), sizeof both);
       const Bytes high = both >> 4, low = both & 15;
@@ -394,26 +420,27 @@ void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, in
 }
 
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
-                   int8_t* panel, int32_t* totals) {
+                   int8_t* panel) {
   const int64_t quads = (depth + 3) / 4;
   const int8_t* levels = static_cast<const int8_t*>(w.data);
   const bool four_bits = w.kind == Matrix::kQ4;
-  std::memset(totals, 0, sizeof(int32_t) * static_cast<size_t>(kColumns));
   if (!transposed) {
     if (columns < kColumns || depth % 4) std::memset(panel, 0, static_cast<size_t>(4 * quads * kColumns));
-    for (int64_t j = 0; j < columns; ++j) {
-      const int8_t* __restrict row = levels + (column + j) * w.inputs + first;
-      int32_t total = 0;
-      for (int64_t k = 0; k < depth; ++k) total += row[k];
-      totals[j] = total;
-    }
     // Blocks of 16 quads, so that the panel's cache lines are written while they are near.
     for (int64_t low = 0; low < depth / 4; low += 16) {
-      const int64_t high = low + 16 < depth / 4 ? low + 16 : depth / 4;
-      for (int64_t j = 0; j < columns; ++j) {
-        const int8_t* row = levels + (column + j) * w.inputs + first;
-        for (int64_t quad = low; quad < high; ++quad) {
-          std::memcpy(panel + 4 * (quad * kColumns + j), row + 4 * quad, 4);
+      const int64_t some = low + 16 < depth / 4 ? 16 : depth / 4 - low;
+      for (int64_t j = 0; j < columns; j += 4) {
+        const int8_t* row = levels + (column + j) * w.inputs + first + 4 * low;
+        int8_t* to = panel + 4 * (low * kColumns + j);
+        if (j + 4 <= columns) {
+          // The next panel's, while there is time.
+          for (int64_t i = 0; i < 4; ++i) ask_for(w.address(column + kColumns + j + i, first + 4 * low), 4 * some);
+          const void* const rows[4] = {row, row + w.inputs, row + 2 * w.inputs, row + 3 * w.inputs};
+          transpose_words(rows, some, to, kColumns);
+          continue;
+        }
+        for (int64_t i = 0; j + i < columns; ++i) {
+          for (int64_t k = 0; k < some; ++k) std::memcpy(to + 4 * (k * kColumns + i), row + i * w.inputs + 4 * k, 4);
         }
       }
     }
@@ -424,26 +451,27 @@ void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t col
     }
     return;
   }
-  int8_t rows[4][kColumns];
+  int8_t copies[4][kColumns];
   for (int64_t quad = 0; quad < quads; ++quad) {
+    const int8_t* rows[4];
     for (int64_t k = 0; k < 4; ++k) {
       const int64_t row = 4 * quad + k;
+      const int8_t* from = levels + (first + row) * w.inputs + column;
+      rows[k] = copies[k];
       if (row < depth && four_bits) {
-        q4_row_in_8_bits(w, first + row, column, rows[k]);
+        q4_row_in_8_bits(w, first + row, column, copies[k]);
       } else if (row < depth && columns == kColumns) {
-        std::memcpy(rows[k], levels + (first + row) * w.inputs + column, kColumns);
+        ask_for(w.address(first + row + kRowsAhead, column), kColumns);
+        rows[k] = from;
       } else {
-        std::memset(rows[k], 0, kColumns);
-        if (row < depth) std::memcpy(rows[k], levels + (first + row) * w.inputs + column, static_cast<size_t>(columns));
+        std::memset(copies[k], 0, kColumns);
+        if (row < depth) std::memcpy(copies[k], from, static_cast<size_t>(columns));
       }
     }
-    uint32_t* __restrict out = reinterpret_cast<uint32_t*>(panel + 4 * quad * kColumns);
-    for (int64_t j = 0; j < kColumns; ++j) {
-      totals[j] += rows[0][j] + rows[1][j] + rows[2][j] + rows[3][j];
-      out[j] = static_cast<uint32_t>(static_cast<uint8_t>(rows[0][j])) |
-               static_cast<uint32_t>(static_cast<uint8_t>(rows[1][j])) << 8 |
-               static_cast<uint32_t>(static_cast<uint8_t>(rows[2][j])) << 16 |
-               static_cast<uint32_t>(static_cast<uint8_t>(rows[3][j])) << 24;
+    for (int64_t half = 0; half < 2; ++half) {
+      const int8_t* const some[4] = {rows[0] + 16 * half, rows[1] + 16 * half, rows[2] + 16 * half,
+                                     rows[3] + 16 * half};
+      interleave_four(some, panel + 4 * (quad * kColumns + 16 * half));
     }
   }
 }

@@ -242,23 +242,32 @@ void q4_row_scales(const Matrix& w, std::vector<float>& scales, const Parallel& 
   });
 }
 
-// Panel [depth / 4][32][4] of W^T's or W's columns, and each column's sum; of a W of 4 bits, which has `scales` of
-// its rows in 8 bits, only W's.
+// Panel [depth / 4][32][4] of W^T's or W's columns; of a W of 4 bits, which has `scales` of its rows in 8 bits, only
+// W's.
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
-                   int8_t* panel, int32_t* totals);
+                   int8_t* panel);
 
-// y[:, column ..] (+)= rounded W^T or, with `transposed`, rounded W; `panel` holds kIntegerPanel bytes.
-inline void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, bool transposed, int64_t column,
-                              int64_t columns, int8_t* panel, float* y, int64_t ldy, bool add) {
+// y[:, column ..] = what `begin` leaves there + rounded W^T or, with `transposed`, rounded W; `panel` holds
+// kIntegerPanel bytes. begin(row, count) and end(row, count) are called before and behind the sums of so many rows of
+// y, while these are in the nearest cache; begin says whether it wrote them.
+template <typename Begin, typename End>
+void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, bool transposed, int64_t column,
+                       int64_t columns, int8_t* panel, float* y, int64_t ldy, const Begin& begin, const End& end) {
   const IntegerForm& form = integer_form();
   const int64_t length = transposed ? w.outputs : w.inputs;
   alignas(64) int32_t sums[kIntegerRows * kColumns], totals[kColumns];
-  for (int64_t first = 0; first < length; first += kIntegerDepth, add = true) {
-    const int64_t depth = length - first < kIntegerDepth ? length - first : kIntegerDepth;
-    pack_integers(w, transposed, column, columns, first, depth, panel, totals);
+  uint8_t ones[kIntegerDepth];
+  std::memset(ones, 1 + form.offset, sizeof ones);
+  alignas(64) float factors[kColumns];
+  for (int64_t j = 0; j < kColumns; ++j) factors[j] = transposed || j >= columns ? 1.0f : w.scales[column + j];
+  for (int64_t first = 0; first < length; first += kIntegerDepth) {
+    const int64_t depth = length - first < kIntegerDepth ? length - first : kIntegerDepth, quads = (depth + 3) / 4;
+    pack_integers(w, transposed, column, columns, first, depth, panel);
+    form.tile(ones, kIntegerDepth, 1, panel, quads, totals);
     for (int64_t row = 0; row < rows; row += kIntegerRows) {
       const int64_t count = rows - row < kIntegerRows ? rows - row : kIntegerRows;
-      form.tile(x.levels.data() + row * x.stride + first, x.stride, count, panel, (depth + 3) / 4, sums);
+      const bool add = first > 0 || begin(row, count);
+      form.tile(x.levels.data() + row * x.stride + first, x.stride, count, panel, quads, sums);
       for (int64_t i = 0; i < count; ++i) {
         const float scale = x.scales[static_cast<size_t>(row + i)];
         const int32_t zero = x.zeros[static_cast<size_t>(row + i)] - form.offset;
@@ -266,13 +275,17 @@ inline void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, b
         const int32_t* __restrict from = sums + i * kColumns;
         float values[kColumns];
         for (int64_t j = 0; j < kColumns; ++j) {
-          values[j] = scale * static_cast<float>(from[j] - zero * totals[j]);
+          values[j] = scale * static_cast<float>(from[j] - zero * totals[j]) * factors[j];
         }
-        if (!transposed) {
-          for (int64_t j = 0; j < columns; ++j) values[j] *= w.scales[column + j];
+        if (columns < kColumns) {
+          for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + values[j];
+        } else if (add) {
+          for (int64_t j = 0; j < kColumns; ++j) to[j] += values[j];
+        } else {
+          std::memcpy(to, values, sizeof values);
         }
-        for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + values[j];
       }
+      if (first + depth == length) end(row, count);
     }
   }
 }

@@ -2,6 +2,10 @@
 // each 32 inputs), read where a file is mapped: panels of 32 columns of W^T or of W, as floats.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "gemm.h"
 
 namespace ondevice {
@@ -20,7 +24,13 @@ struct Matrix {
   int64_t outputs, inputs;
 
   // Of a row's levels or floats.
-  int64_t row_bytes() const { return kind == kFloat ? 4 * inputs : kind == kInt8 ? inputs : inputs / 2; }
+  int64_t row_bytes() const { return bytes_of(inputs); }
+
+  // Where W[row, column] lies; of kQ4 `column` is even.
+  const char* address(int64_t row, int64_t column) const {
+    return static_cast<const char*>(data) + row * row_bytes() + bytes_of(column);
+  }
+  int64_t bytes_of(int64_t columns) const { return kind == kFloat ? 4 * columns : kind == kInt8 ? columns : columns / 2; }
 
   // W's rows [first, first + count).
   Matrix rows(int64_t first, int64_t count) const {
@@ -43,6 +53,29 @@ ONDEVICE_INLINE void floats_of(const int8_t* __restrict levels, float scale, int
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef float Sixteen __attribute__((vector_size(64)));
 
+// `half_to_float` of one number, where a processor does it.
+ONDEVICE_INLINE float float_of_half(uint16_t half) {
+#if defined(__F16C__)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#else
+  return half_to_float(half);
+#endif
+}
+
+// GCC makes a dozen instructions of its own conversion from bytes.
+ONDEVICE_INLINE void store_levels(Bytes levels, float* out) {
+#if defined(__AVX512F__)
+  _mm512_storeu_ps(out, _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)levels)));
+#elif defined(__AVX2__)
+  const __m128i low = (__m128i)levels, high = _mm_srli_si128(low, 8);
+  _mm256_storeu_ps(out, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)));
+  _mm256_storeu_ps(out + 8, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high)));
+#else
+  const Sixteen values = __builtin_convertvector(levels, Sixteen);
+  std::memcpy(out, &values, sizeof values);
+#endif
+}
+
 // 32 levels of 16 bytes, the first of two in the high half, as floats.
 ONDEVICE_INLINE void q4_levels(const uint8_t* bytes, float* out) {
   Bytes both;
@@ -51,9 +84,8 @@ ONDEVICE_INLINE void q4_levels(const uint8_t* bytes, float* out) {
   const Bytes first = __builtin_shufflevector(high, low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const Bytes second =
       __builtin_shufflevector(high, low, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  const Sixteen left = __builtin_convertvector(first, Sixteen), right = __builtin_convertvector(second, Sixteen);
-  std::memcpy(out, &left, sizeof left);
-  std::memcpy(out + 16, &right, sizeof right);
+  store_levels(first, out);
+  store_levels(second, out + 16);
 }
 
 // W[row, first .. first + count) as floats; of kQ4 `first` is a multiple of 32.
@@ -67,7 +99,7 @@ inline void dequantize_row(const Matrix& w, int64_t row, int64_t first, int64_t 
     const uint8_t* bytes = static_cast<const uint8_t*>(w.data) + (row * w.inputs + first) / 2;
     for (int64_t at = 0; at < count; at += kQ4Group, bytes += kQ4Group / 2, out += kQ4Group) {
       const int64_t group = row * groups + (first + at) / kQ4Group;
-      const float scale = half_to_float(w.halves[group]), low = half_to_float(w.minima[group]);
+      const float scale = float_of_half(w.halves[group]), low = float_of_half(w.minima[group]);
       float values[kQ4Group];
       q4_levels(bytes, values);
       float* to = count - at < kQ4Group ? values : out;
@@ -79,26 +111,42 @@ inline void dequantize_row(const Matrix& w, int64_t row, int64_t first, int64_t 
 
 typedef float Four __attribute__((vector_size(16)));
 
-// out[k][0 .. 3] = rows[0 .. 3][k], out with a row of `stride` floats.
-inline void transpose_four(const float* const rows[4], int64_t count, float* __restrict out, int64_t stride) {
-  int64_t k = 0;
-  for (; k + 4 <= count; k += 4) {
+// Words of four bytes: out[k][0 .. 3] = rows[0 .. 3][k], out with a row of `stride` words. None need be aligned.
+inline void transpose_words(const void* const rows[4], int64_t count, void* out, int64_t stride) {
+  const char* from[4];
+  for (int i = 0; i < 4; ++i) from[i] = static_cast<const char*>(rows[i]);
+  char* to = static_cast<char*>(out);
+  const int64_t whole = count / 4 * 4;
+  for (int64_t k = 0; k < whole; k += 4) {
     Four a, b, c, d;
-    std::memcpy(&a, rows[0] + k, 16);
-    std::memcpy(&b, rows[1] + k, 16);
-    std::memcpy(&c, rows[2] + k, 16);
-    std::memcpy(&d, rows[3] + k, 16);
+    std::memcpy(&a, from[0] + 4 * k, 16);
+    std::memcpy(&b, from[1] + 4 * k, 16);
+    std::memcpy(&c, from[2] + 4 * k, 16);
+    std::memcpy(&d, from[3] + 4 * k, 16);
     const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
     const Four ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     const Four columns[4] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
                              __builtin_shufflevector(ab2, cd2, 0, 1, 4, 5),
                              __builtin_shufflevector(ab2, cd2, 2, 3, 6, 7)};
-    for (int i = 0; i < 4; ++i) std::memcpy(out + (k + i) * stride, &columns[i], 16);
+    for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * (k + i) * stride, &columns[i], 16);
   }
-  for (; k < count; ++k) {
-    for (int i = 0; i < 4; ++i) out[k * stride + i] = rows[i][k];
+  for (int64_t k = whole; k < count; ++k) {
+    for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * (k * stride + i), from[i] + 4 * k, 4);
   }
 }
+
+inline void transpose_four(const float* const rows[4], int64_t count, float* __restrict out, int64_t stride) {
+  const void* const words[4] = {rows[0], rows[1], rows[2], rows[3]};
+  transpose_words(words, count, out, stride);
+}
+
+// Ask for bytes of W before they are read: processors do not guess lines that lie apart. What lies behind W does no
+// harm.
+ONDEVICE_INLINE void ask_for(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+constexpr int64_t kRowsAhead = 16;  // of W: how early a panel of its columns is asked for
 
 // out[k][j] = W[column + j][first + k], for x W^T; zero in columns beyond `columns`. `scratch` holds 4 * kDepth.
 inline void pack_rows(const Matrix& w, int64_t column, int64_t columns, int64_t first, int64_t depth,
@@ -108,6 +156,7 @@ inline void pack_rows(const Matrix& w, int64_t column, int64_t columns, int64_t 
     const float* rows[4];
     const int64_t some = columns - j < 4 ? columns - j : 4;
     for (int64_t i = 0; i < some; ++i) {
+      ask_for(w.address(column + kColumns + j + i, first), w.bytes_of(depth));
       if (w.kind == Matrix::kFloat) {
         rows[i] = static_cast<const float*>(w.data) + (column + j + i) * w.inputs + first;
       } else {
@@ -129,7 +178,14 @@ inline void pack_rows(const Matrix& w, int64_t column, int64_t columns, int64_t 
 inline void pack_columns(const Matrix& w, int64_t column, int64_t columns, int64_t first, int64_t depth,
                          float* out) {
   if (columns < kColumns) std::memset(out, 0, sizeof(float) * static_cast<size_t>(depth * kColumns));
-  for (int64_t k = 0; k < depth; ++k) dequantize_row(w, first + k, column, columns, out + k * kColumns);
+  for (int64_t k = 0; k < depth; ++k, out += kColumns) {
+    ask_for(w.address(first + k + kRowsAhead, column), w.bytes_of(columns));
+    if (w.kind == Matrix::kFloat && columns == kColumns) {
+      std::memcpy(out, static_cast<const float*>(w.data) + (first + k) * w.inputs + column, sizeof(float) * kColumns);
+    } else {
+      dequantize_row(w, first + k, column, columns, out);
+    }
+  }
 }
 
 // y[row][column .. column + columns) (+)= a[rows, depth] b[depth, kColumns]; strides in floats.

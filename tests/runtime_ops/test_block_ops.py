@@ -3,12 +3,15 @@ sizes."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from ondevice.methods.mesp.frozen import Q4, Int8
 from ondevice.runtime_ops import block_ops, build, torch_ops
+from ondevice.training.metrics import PeakMemory, resident_bytes
 
 exir = pytest.importorskip("executorch.exir")
 OPS = torch.ops.ondevice
@@ -30,8 +33,8 @@ class Calls(nn.Module):
         )
 
 
-def run(*calls):
-    """Results of all calls, by one program."""
+def loaded(*calls):
+    """One program of all calls, to execute, and what it takes."""
     torch_ops.register()
     build.load_executorch_ops()
     from executorch.runtime import Runtime
@@ -39,8 +42,15 @@ def run(*calls):
     tensors = [v for _, arguments in calls for v in arguments if torch.is_tensor(v)]
     program = torch.export.export(Calls(calls), tuple(tensors), strict=False)
     lowered = exir.to_edge_transform_and_lower(program).to_executorch()
-    loaded = Runtime.get().load_program(lowered.buffer)
-    return [value.clone() for value in loaded.load_method("forward").execute(tensors)]
+    method = Runtime.get().load_program(lowered.buffer).load_method("forward")
+    assert method is not None
+    return method, tensors
+
+
+def run(*calls):
+    """Results of all calls, by one program."""
+    method, tensors = loaded(*calls)
+    return [value.clone() for value in method.execute(tensors)]
 
 
 def references(*calls):
@@ -226,6 +236,19 @@ def test_attention_forward_and_backward_match_float64(window):
             ("attend_backward", (g, q, k, v, 0.2, window)),
         ]
     check(*calls)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory can be reset on Linux")
+def test_attention_over_a_long_row_takes_less_memory_than_the_scores_of_one_head():
+    tokens = 2048
+    q, k, v, g = torch.randn(4, 1, tokens, 4, 8)
+    method, tensors = loaded(
+        ("attend", (q, k, v, 0.2, 0)), ("attend_backward", (g, q, k, v, 0.2, 0))
+    )
+    before = resident_bytes()
+    peak = PeakMemory()
+    method.execute(tensors)
+    assert peak.resident_bytes() - before < tokens * tokens * q.element_size()
 
 
 def test_attention_to_a_cache_matches_float64_and_reads_nothing_behind_its_tokens():
