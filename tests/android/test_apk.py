@@ -274,7 +274,7 @@ def test_the_apk_has_the_resources(apk: Path) -> None:
 
 
 KINDS = ("functional", "q4", "8da4w", "blocks", "blocks, sgd")
-FORMS = ("blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w")
+FORMS = ("blocks, int8", "blocks, q4", "blocks, q4dq", "blocks, 8da8w", "blocks, 8da4w")
 
 
 @pytest.mark.parametrize("name", [*KINDS, *FORMS])
