@@ -5,9 +5,10 @@ validation rows: `default` is prge as it comes; `prge q=1` and `prge q=4` are th
 at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Algorithm 2), with the
 paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
 as it is; `mesp`, which computes a block's forward pass again, and `lora` train rank 8 on all linear
-layers. With --plot accuracies are drawn over the memory that `ondevice plan` says. A cell's run and
-figures stay in its folder under --runs: a second call goes on where the first one ended, and --dry-run
-prints the remaining runs and their cost. All cells of a seed are run before those of the next one.
+layers. With --plot accuracies are drawn over the memory that `ondevice plan` says, a panel for each
+task, also of a result that is there (--of). A cell's run and figures stay in its folder under
+--runs: a second call goes on where the first one ended, and --dry-run prints the remaining runs and
+their cost. All cells of a seed are run before those of the next one.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the remaining runs and their cost"
     )
     parser.add_argument("--plot", type=Path, help="draw accuracy over planned memory to this file")
+    parser.add_argument("--of", type=Path, help="a result to draw with --plot; nothing is run")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
     )
@@ -332,6 +334,9 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
+    if args.of:
+        draw(json.loads(args.of.read_text())["rows"], args.plot)
+        return
     started = time.perf_counter()
     wanted = cells(args)
     done = [figures for cell in wanted if (figures := read_figures(cell))]

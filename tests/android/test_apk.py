@@ -280,7 +280,7 @@ KINDS = (
     "blocks",
     "blocks, sgd",
 )
-FORMS = ("blocks, int8", "blocks, q4", "blocks, 8da8w", "blocks, 8da4w")
+FORMS = ("blocks, int8", "blocks, q4", "blocks, q4dq", "blocks, 8da8w", "blocks, 8da4w")
 
 
 @pytest.mark.parametrize("name", [*KINDS, *FORMS])

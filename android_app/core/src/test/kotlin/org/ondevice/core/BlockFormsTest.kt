@@ -30,7 +30,7 @@ class BlockFormsTest {
 
     /** Losses, evaluations, adapter and checkpoint bit for bit; the second half of the steps after a resume. */
     @ParameterizedTest
-    @ValueSource(strings = ["int8", "q4", "8da8w", "8da4w", "gemma", "npu"])
+    @ValueSource(strings = ["int8", "q4", "q4dq", "8da8w", "8da4w", "gemma", "npu"])
     fun everyFormGivesPythonsRun(form: String) = program(form) { artifact, program ->
         val folder = Fixtures.scratch()
         lateinit var first: Trainer

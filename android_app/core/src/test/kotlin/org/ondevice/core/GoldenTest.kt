@@ -9,7 +9,7 @@ import kotlin.math.sqrt
 
 /** A step of a real block program has the golden gradients, which a script in float64 wrote without this project's code. */
 class GoldenTest {
-    /** With many labels and of two kinds of blocks, and with `ONDEVICE_TESTS_ALL=1` of every family. */
+    /** With many labels and of two kinds of blocks, and with `ONDEVICE_TESTS_ALL=1` every case that the app takes. */
     @TestFactory
     fun aStepHasTheGoldenGradients(): List<DynamicTest> {
         val names = File(Fixtures.folder, "golden").list()!!.sorted()
