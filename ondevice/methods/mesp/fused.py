@@ -94,8 +94,11 @@ class FusedKernels(GraphKernels):
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat = OPS.attend_backward(g, q, k, v, how.scale, how.window)
-        gq, gk, gv = flat.split((q.numel(), k.numel(), v.numel()))
-        return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)
+        # Slices, not `split`: of an op with a list of outputs ExecuTorch's verifier asks each number
+        # of the first output for its type, one after the other.
+        gk = q.numel()
+        gv = gk + k.numel()
+        return flat[:gk].view(q.shape), flat[gk:gv].view(k.shape), flat[gv:].view(v.shape)
 
 
 class FusedStages(Stages):
