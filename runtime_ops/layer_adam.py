@@ -30,13 +30,18 @@ from ondevice.runtime_ops.adam_state import (
     torch_merge,
     torch_split_,
 )
+from ondevice.runtime_ops.adam_undo import UndoRecord, check_record, record_bytes
 from ondevice.runtime_ops.generator import mix_int
 
 __all__ = [
     "AdamStep",
     "HostState",
     "Moments",
+    "UndoRecord",
     "layer_adam",
+    "undo_adam",
+    "finish_adam",
+    "record_bytes",
     "device_adam",
     "numbers_of",
     "torch_adam",
@@ -87,9 +92,13 @@ class _Arguments(ctypes.Structure):
         ("key", ctypes.c_uint64),
         *[(name, ctypes.c_float) for name in ("decay", "beta2", "weight1", "weight2")],
         *[(name, ctypes.c_float) for name in ("root", "eps", "size", "grad_scale")],
-        *[(name, ctypes.c_void_p) for name in ("to_master", "to_high", "to_low", "to_m", "to_v")],
-        *[(name, ctypes.c_void_p) for name in ("to_m_scale", "to_v_scale")],
+        *[(name, ctypes.c_void_p) for name in ("codes", "flags", "arena", "used")],
+        *[(name, ctypes.c_int64) for name in ("room", "action")],
     ]
+
+
+_RECORD, _UNDO, _FINISH = 1, 2, 3
+"""Of csrc/adam_undo.h; 0 is a step without a record."""
 
 
 def available() -> bool:
@@ -104,7 +113,7 @@ def layer_adam(
     rows: Tensor | None = None,
     width: int = 0,
     threads: int | None = None,
-    into: HostState | None = None,
+    undo: UndoRecord | None = None,
 ) -> None:
     """Run one AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut
     into calls.
@@ -118,32 +127,83 @@ def layer_adam(
         width: elements of a row; with int8 moments a multiple of 128, so that no scale spans two
             rows.
         threads: None for `torch.get_num_threads()`.
-        into: a state of the same form, which takes the new values of all rows; `state` keeps the old
-            ones.
+        undo: written, for `undo_adam` and `finish_adam`, one of which has to follow; all rows.
 
     Raises:
-        ModelError: a tensor of another dtype or size, or not contiguous on the CPU.
+        ModelError: a tensor of another dtype or size, or not contiguous on the CPU; or a record of
+            some rows.
         DataError: rows out of range or order.
         MissingPackageError: no compiler.
     """
+    _run(
+        grad,
+        state,
+        adam,
+        threads,
+        rows=rows,
+        width=width,
+        record=undo,
+        action=_RECORD * (undo is not None),
+    )
+
+
+def undo_adam(
+    grad: Tensor, state: HostState, adam: AdamStep, undo: UndoRecord, threads: int | None = None
+) -> None:
+    """Take back, to the bit, the step that `layer_adam` has just recorded with the same arguments.
+
+    The bfloat16 copy of a plain master is made again.
+
+    Raises:
+        ModelError, MissingPackageError: as `layer_adam`.
+    """
+    _run(grad, state, adam, threads, record=undo, action=_UNDO)
+
+
+def finish_adam(
+    grad: Tensor, state: HostState, adam: AdamStep, undo: UndoRecord, threads: int | None = None
+) -> None:
+    """Let the recorded step stand: run it on the tiles that had no room in the record. The bits are
+    then those of a step without a record.
+
+    Raises:
+        ModelError, MissingPackageError: as `layer_adam`.
+    """
+    _run(grad, state, adam, threads, record=undo, action=_FINISH)
+
+
+def _run(
+    grad: Tensor,
+    state: HostState,
+    adam: AdamStep,
+    threads: int | None,
+    *,
+    rows: Tensor | None = None,
+    width: int = 0,
+    record: UndoRecord | None = None,
+    action: int,
+) -> None:
+    """Check the arguments, and call the compiled step."""
     count = check_state(state)
     check("grad", grad, (torch.bfloat16, torch.float32), count)
     if rows is not None:
         _check_rows(rows, width, count, state.moments.kind)
-    if into is not None:
-        _check_same_form(state, into, count, rows)
+    of_record: dict[str, int | None] = {}
+    if record is not None:
+        if rows is not None:
+            raise ModelError("some rows cannot be recorded", expected="all rows", received="rows")
+        check_record(record, count, state.moments.kind)
+        of_record = {name: _pointer(tensor) for name, tensor in record.tensors().items()}
+        of_record["room"] = len(record.arena)
     if count == 0 or (rows is not None and rows.numel() == 0):
         return  # an empty tensor's address is null, which means something else below
     moments = state.moments
-    at = {name: _pointer(tensor) for name, tensor in moments.tensors().items()}
-    if into is not None:
-        at |= {f"to_{name}": _pointer(tensor) for name, tensor in into.tensors().items()}
     arguments = _Arguments(
         grad=grad.data_ptr(),
         master=_pointer(state.master),
         high=_pointer(state.high),
         low=_pointer(state.low),
-        **at,
+        **{name: _pointer(tensor) for name, tensor in moments.tensors().items()},
         rows=_pointer(rows),
         numel=count,
         row_count=0 if rows is None else rows.numel(),
@@ -153,6 +213,8 @@ def layer_adam(
         # A stream for each array and step: repeated noise would be a bias.
         key=mix_int(mix_int(state.seed) + adam.step),
         **numbers_of(adam),
+        **of_record,
+        action=action,
     )
     _library().ondevice_layer_adam(
         ctypes.byref(arguments), ctypes.c_int64(threads or torch.get_num_threads())
@@ -290,17 +352,6 @@ def _library() -> ctypes.CDLL:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _check_same_form(state: HostState, into: HostState, count: int, rows: Tensor | None) -> None:
-    check_state(into, count)
-    forms = [(one.moments.kind, sorted(one.tensors())) for one in (state, into)]
-    if forms[0] != forms[1] or rows is not None:
-        raise ModelError(
-            "layer_adam cannot write the new state there",
-            expected=f"a state of the same form, and all rows: {forms[0]}",
-            received=f"{forms[1]}{', some rows' * (rows is not None)}",
-        )
 
 
 def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.common import finish, interleaved, median, parse_args
 from ondevice.runtime_ops import layer_adam as la
+from ondevice.runtime_ops.adam_undo import CODE_BYTES
 
 NEEDS = ("torch",)
 PEER_BYTES = (
@@ -79,10 +81,12 @@ def measure(args: Any) -> list[dict[str, Any]]:
         name = f"{form}, {kind} moments"
         moved[name] = la.BYTES[form, kind].moved
 
-        def step(adam: la.AdamStep, state: la.HostState = state) -> None:
-            la.layer_adam(grad, state, adam, threads=args.threads)
-
+        step = partial(la.layer_adam, grad, state, threads=args.threads)
         calls[name] = stepper(step, args.calls)
+        name += ", recorded"  # as a step that may be taken back
+        moved[name] = la.BYTES[form, kind].moved + CODE_BYTES[kind] / la.TILE
+        recorded = partial(step, undo=la.UndoRecord.empty(args.parameters, kind))
+        calls[name] = stepper(recorded, args.calls)
     seconds = interleaved(calls, args.repeats, warmup=1)
     seconds = {name: [value / args.calls for value in values] for name, values in seconds.items()}
     bandwidth = TRIAD_BYTES * args.parameters / median(seconds["triad"])

@@ -8,12 +8,12 @@ steps that presume it.
 Without `--shape`, lanes of known lengths, so that any machine shows the schedule: copies and updates sleep, on the
 engine of the CPU with a tiny model. A copy of a layer's weights is a forward pass, and two are a
 backward pass: the weights come, and the gradients leave. `--lengths 3x1.5`: an update takes three
-copies, and one that writes beside the old state 1.5 times as long. Engines take turns.
+copies, and one that keeps a record, or is taken back by it, 1.5 times as long. Engines take turns.
 
 - `not clipped`: no norm; the least that a step can take.
 - `waits`: updates begin after the backward pass.
 - `presumes`: every layer may be, and no step is clipped.
-- `presumes, clipped late`: a limit just below the norm, so that every presumed state is dropped.
+- `presumes, clipped late`: a limit just below the norm, so that every presumed update is taken back.
 - `presumes, clipped early`: the first gradient exceeds the limit, so that nothing is presumed.
 
 With `--shape`, steps of that model with random weights on the GPU, by one engine with the memory
@@ -26,8 +26,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -69,7 +71,7 @@ COLUMNS = [
     {"key": "variant", "title": "Steps"},
     {"key": "step_s", "title": "Step (s)", "digits": 3},
     {"key": "of_unclipped", "title": "Of not clipped", "digits": 3},
-    {"key": "presumed", "title": "Presumed states a step", "digits": 1},
+    {"key": "presumed", "title": "Presumed updates a step", "digits": 1},
     {"key": "presumed_layers", "title": "of at most"},
     {"key": "gpu_peak_bytes", "title": "GPU peak (GB)", "scale": 1e-9, "digits": 1},
     {"key": "host_bytes", "title": "Host, ours (GB)", "scale": 1e-9, "digits": 1},
@@ -139,16 +141,16 @@ class Variant:
 def sleeping(numel: int, update: float, beside: float) -> Iterator[None]:
     """Let updates sleep by their length; what is no layer's is a small part of one."""
 
-    def late(gradient: torch.Tensor, *_: Any, into: Any = None, **__: Any) -> None:
-        copies = update * (1.0 if into is None else beside)
+    def late(gradient: torch.Tensor, *_: Any, copies: float = update, **__: Any) -> None:
         time.sleep(COPY_S * copies * min(1.0, len(gradient) / numel))
 
-    before = updater.layer_adam, presumed.layer_adam
-    updater.layer_adam = presumed.layer_adam = late
-    try:
+    longer = partial(late, copies=update * beside)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(updater, "layer_adam", late))
+        patches.enter_context(patch.object(presumed, "layer_adam", longer))
+        patches.enter_context(patch.object(presumed, "undo_adam", longer))
+        patches.enter_context(patch.object(presumed, "finish_adam", lambda *_, **__: None))
         yield
-    finally:
-        updater.layer_adam, presumed.layer_adam = before
 
 
 @contextmanager
@@ -237,7 +239,7 @@ class Switched:
         self.steps += 1
 
     def burst(self, ids: np.ndarray) -> tuple[float, float]:
-        """Seconds a step, and how many states were presumed a step."""
+        """Seconds a step, and how many updates were presumed a step."""
         self.step(ids)
         before, started = self.begun, time.perf_counter()
         for _ in range(BURST):

@@ -16,6 +16,8 @@ from ondevice.core.flags import BUS_LIMIT, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIG
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a value, by `EngineConfig.compute`."""
+RECORD_BYTES = {"float32": 4.40625, "bfloat16": 5.15625, "int8": 3.28125}
+"""Of an update that may be taken back (`runtime_ops.adam_undo`), bytes a parameter, by `moments`."""
 FEW_EXPERTS = 0.5
 """`experts: auto` copies those that are used if they are expected to be less than this part: what
 the router has not chosen yet cannot be copied ahead."""
@@ -136,6 +138,12 @@ class EngineConfig(StrictConfig):
     def updates_last(self) -> bool:
         """True if updates count only from the end of the backward pass on."""
         return self.max_grad_norm is not None and self.clip == "global"
+
+    @property
+    def presumes(self) -> bool:
+        """True if layers may be updated before then: the C++ update can be taken back."""
+        exact = self.max_grad_norm is not None and self.clip == "global"
+        return exact and self.optimizer in ("auto", "native")
 
     @property
     def presumed(self) -> int:

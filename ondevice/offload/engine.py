@@ -287,6 +287,7 @@ class OffloadEngine:
         if self.last is not None:
             self.last.wait()
             self.last = None
+        self.updater.check_ended()
         now = time.perf_counter()
         spans = self.timeline.drain()
         seen = self.began is not None

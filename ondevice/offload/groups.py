@@ -64,6 +64,12 @@ def updates(
             yield gradient[run.span], _part(state, run.span, number, unit.matrices), own
 
 
+def run_sizes(unit: Unit) -> tuple[int, ...]:
+    """Return the elements of each of the runs that `updates` yields."""
+    spans = [run.span for run in runs(unit) if run.trained and not run.muon]
+    return tuple(span.stop - span.start for span in spans)
+
+
 def _part(state: HostState, span: slice, number: int, matrices: int) -> HostState:
     """A run's part of a state, whose moments begin after the unit's `matrices`."""
     of_moments = slice(span.start - matrices, span.stop - matrices)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.core.errors import TrainingError
 from ondevice.offload import muon
 from ondevice.offload.gradients import Clipping, Step, square
 from ondevice.offload.groups import updates
-from ondevice.offload.presumed import Arrival, Presumed, write
+from ondevice.offload.presumed import Arrival, Presumed
 from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, HostState, layer_adam, torch_adam
@@ -91,7 +92,7 @@ class Updater:
         self.whole = False
         """True if the embedding's gradient has other rows than those of the last batch."""
         self.kept: dict[str, threading.Event] = {}
-        self.presumed = Presumed(store, config, disk, self.clipping)
+        self.presumed = Presumed(store, config, disk, self.clipping, threads)
         self.waiting: list[tuple[Event, Arrival, Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
         self.width = self.embedded.pieces[0].shape[1]
@@ -182,28 +183,32 @@ class Updater:
             self.worker.submit(unit.name, presume, unit.order, event.done, event.wait)
 
     def _presume(self, unit: Unit, gradient: Tensor, arrival: Arrival, now: Step) -> None:
-        """Write a layer's new state as if the step were not clipped."""
-        into = self.presumed.begin(unit, arrival)
-        if into is None:
+        """Update a layer as if the step were not clipped, unless a checkpoint still reads it."""
+        if not self.is_written(unit):
+            self.presumed.arrive(arrival)
+            return
+        records = self.presumed.begin(unit, arrival)
+        if records is None:
             return
         started = time.perf_counter()
         state = self.store.states[unit.index]
-        write(unit, gradient, state, into, now.adam, self.scratch, self.threads)
-        self.presumed.written[unit.index] = into
+        self.presumed.update(unit, gradient, state, now.adam, records)
         self.timeline.add("update", unit.name, started, time.perf_counter())
 
     def _finish(self, unit: Unit, gradient: Tensor, adam: AdamStep, now: Step) -> None:
-        """Take the presumed state if the step is not clipped; else update."""
-        presumed = self.presumed.take(unit)
-        if presumed is None:
+        """Let a presumed update stand if the step is not clipped; else take it back, and update."""
+        records = self.presumed.take(unit)
+        if records is None:
             self._update(unit, gradient, adam)
-        elif adam == now.adam:
-            self.wait_written(unit)
-            self.presumed.give(unit, self.store.states[unit.index])
-            self.store.states[unit.index] = presumed
-        else:
-            self.presumed.give(unit, presumed)
-            self._update(unit, gradient, adam)
+            return
+        state = self.store.states[unit.index]
+        if adam == now.adam:
+            self.presumed.finish(unit, gradient, state, now.adam, records)
+            return
+        started = time.perf_counter()
+        self.presumed.undo(unit, gradient, state, now.adam, records)
+        self.timeline.add("update", unit.name, started, time.perf_counter())
+        self._update(unit, gradient, adam)
 
     def _submit_sum(
         self, unit: Unit, gradient: Tensor, event: Event, pooled: bool, absent: Sequence[slice]
@@ -357,14 +362,37 @@ class Updater:
                 event.set()
         self.watch.progress()
 
+    def is_written(self, unit: Unit) -> bool:
+        """Return False while a checkpoint that is being written lacks the unit's state."""
+        kept = self.kept.get(unit.key)
+        return kept is None or kept.is_set()
+
     def wait_written(self, unit: Unit) -> None:
         """Wait until a checkpoint that is being written has the unit's state."""
         kept = self.kept.get(unit.key)
         if kept is not None:
             self.watch.until(kept.wait, f"waiting for the checkpoint of {unit.name}")
 
+    def check_ended(self) -> None:
+        """Check that the last backward pass has ended: until then presumed updates are of no step.
+
+        Raises:
+            TrainingError: it was interrupted; or what a thread died of.
+        """
+        self.watch.check()
+        if self.waiting:
+            raise TrainingError(
+                "the last backward pass was interrupted",
+                hint="the last checkpoint is intact; resume from it",
+            )
+
     def flush(self) -> None:
-        """Wait until every gradient that was sent is applied."""
+        """Wait until every gradient that was sent is applied.
+
+        Raises:
+            TrainingError: as `check_ended`.
+        """
+        self.check_ended()
         self.read_rows(None)
         for task in list(self.pending.values()):
             task.wait()

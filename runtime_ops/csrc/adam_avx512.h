@@ -59,8 +59,8 @@ ONDEVICE_INLINE __m512i narrowed(__m512 x, __m512i random) {
   return _mm512_srli_epi32(_mm512_mask_add_epi32(quieted(bits), finite, bits, random), 16);
 }
 
-// The operations of `adam_tile`.
-ONDEVICE_INLINE void step_vector(const AdamArguments& a, __m512 grad, __m512& p, __m512& mean, __m512& square) {
+// The operations of `adam_tile`; gives the change.
+ONDEVICE_INLINE __m512 step_vector(const AdamArguments& a, __m512 grad, __m512& p, __m512& mean, __m512& square) {
   const __m512 x = _mm512_mul_ps(grad, _mm512_set1_ps(a.grad_scale));
   mean = _mm512_add_ps(mean, _mm512_mul_ps(_mm512_set1_ps(a.weight1), _mm512_sub_ps(x, mean)));
   square = _mm512_add_ps(_mm512_mul_ps(square, _mm512_set1_ps(a.beta2)),
@@ -69,11 +69,12 @@ ONDEVICE_INLINE void step_vector(const AdamArguments& a, __m512 grad, __m512& p,
   const __m512 step = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(a.size), mean),
                                     _mm512_add_ps(root, _mm512_set1_ps(a.eps)));
   p = _mm512_sub_ps(_mm512_mul_ps(p, _mm512_set1_ps(a.decay)), step);
+  return step;
 }
 
-// Moments of 16 bits.
+// Moments of 16 bits. Here and below `changes` takes what is subtracted from each parameter, unless it is null.
 ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
-                                      const AdamTile<uint16_t, uint16_t, uint16_t>& t) {
+                                      const AdamTile<uint16_t, uint16_t, uint16_t>& t, float* changes) {
   const __m512i first = first_words(a.key, tile), middle = _mm512_set1_epi32(0x8000);
 #pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
@@ -85,7 +86,8 @@ ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
     __m512i high = load_halves(t.high + at);
     high = _mm512_mask_sub_epi32(high, up, high, _mm512_set1_epi32(1));
     __m512 p = _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
-    step_vector(a, widened(load_halves(t.grad + at)), p, mean, square);
+    const __m512 change = step_vector(a, widened(load_halves(t.grad + at)), p, mean, square);
+    if (changes != nullptr) _mm512_store_ps(changes + at, change);
     // split_range.
     const __m512i bits = quieted(_mm512_castps_si512(p)), above = _mm512_srli_epi32(bits, 16);
     const __m512i odd = _mm512_and_si512(above, _mm512_set1_epi32(1));
@@ -141,7 +143,7 @@ __attribute__((noinline)) inline void finish_tile(const AdamArguments& a, int64_
 // the odd ones, which a shift brings where they are wanted: in order they would take permutations, and of those a
 // processor has one unit.
 ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
-                                      const AdamTile<uint16_t, uint8_t, uint8_t>& t) {
+                                      const AdamTile<uint16_t, uint8_t, uint8_t>& t, float* changes) {
   constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000u), kSign = static_cast<int32_t>(0x80000000u);
   const __m512 m_unit = _mm512_set1_ps(a.m_scale[tile] * (1.0f / kMeanMost));
   const __m512 v_unit = _mm512_set1_ps(a.v_scale[tile] * (1.0f / kSquareMost));
@@ -154,6 +156,7 @@ ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
     const __m512i grad = _mm512_loadu_si512(t.grad + at), high = _mm512_loadu_si512(t.high + at);
     const __m512i low = _mm512_loadu_si512(t.low + at), cm = load_bytes(t.m + at), cv = load_bytes(t.v + at);
     __m512i bits[2];
+    __m512 change[2];
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
       const auto half = [&](__m512i x) {
@@ -167,12 +170,18 @@ ONDEVICE_INLINE void step_tile_avx512(const AdamArguments& a, int64_t tile,
           masked_or(_mm512_slli_epi32(cm, odd ? 8 : 24), kSign, _mm512_castps_si512(size)));
       const __m512i above = masked_or(_mm512_slli_epi32(cv, odd ? 3 : 19), 0x07F80000, v_bits);
       __m512 square = _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(above), v_least), v_unit);
-      step_vector(a, _mm512_castsi512_ps(half(grad)), p, mean, square);
+      change[odd] = step_vector(a, _mm512_castsi512_ps(half(grad)), p, mean, square);
       bits[odd] = _mm512_castps_si512(p);
       m_most = _mm512_max_epu32(m_most, magnitude(mean));
       v_most = _mm512_max_epu32(v_most, _mm512_castps_si512(square));
       _mm512_store_ps(m + at + 16 * odd, mean);
       _mm512_store_ps(v + at + 16 * odd, square);
+    }
+    if (changes != nullptr) {
+      const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+      _mm512_store_ps(changes + at, _mm512_permutex2var_ps(change[0], first, change[1]));
+      _mm512_store_ps(changes + at + 16, _mm512_permutex2var_ps(change[0], second, change[1]));
     }
     const __m512i middle = _mm512_set1_epi32(0x8000);
     _mm512_storeu_si512(t.high + at, chosen(0xFFFF, _mm512_srli_epi32(_mm512_add_epi32(bits[0], middle), 16),

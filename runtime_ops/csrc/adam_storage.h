@@ -38,11 +38,24 @@ struct AdamArguments {
   float root;                     // 1 / sqrt(1 - beta2^step)
   float eps, size;                // size = learning rate / (1 - beta1^step)
   float grad_scale;
-  float* to_master;  // where the new state goes, like the old one; to_m is null: in place
-  uint16_t *to_high, *to_low;
-  void *to_m, *to_v;
-  float *to_m_scale, *to_v_scale;
+  // The record of the step (adam_undo.h), or null; `action` says what happens with it.
+  void* codes;     // [tiles] TileRecord
+  int32_t* flags;  // [tiles]: a place in the arena, kInCodes or kNotDone
+  float* arena;    // [room] tiles of float32 values
+  int32_t* used;   // places of the arena that were asked for
+  int64_t room, action;
 };
+
+// What one element's step computes: the same expressions wherever it is made or taken back.
+ONDEVICE_INLINE float next_mean(float m, float x, float weight1) { return m + weight1 * (x - m); }
+
+ONDEVICE_INLINE float next_square(float v, float x, float beta2, float weight2) {
+  return std::fabs(v) * beta2 + x * x * weight2;
+}
+
+ONDEVICE_INLINE float change_of(float mean, float square, float size, float root, float eps) {
+  return size * mean / (std::sqrt(square) * root + eps);
+}
 
 // The arrays of one tile, whole.
 template <typename Grad, typename M, typename V>
@@ -108,6 +121,18 @@ ONDEVICE_INLINE void split_range(const float* __restrict master, int64_t count, 
     } else {
       high[i] = static_cast<uint16_t>(nearest_bfloat16(bits));
       v[i] = with_tie(v[i], (bits >> 16) & ((bits & 0xFFFFu) == 0x8000u ? 1u : 0u));
+    }
+  }
+}
+
+// A tile's new master: its halves, or the bfloat16 copy of a plain one.
+template <bool Split, typename Grad, typename M, typename V>
+ONDEVICE_INLINE void put_master(const float* master, const AdamTile<Grad, M, V>& t) {
+  if constexpr (Split) {
+    split_range(master, kTile, t.high, t.low, t.v);
+  } else if (t.high != nullptr) {
+    for (int i = 0; i < kTile; ++i) {
+      t.high[i] = static_cast<uint16_t>(nearest_bfloat16(quiet(float_bits(master[i]))));
     }
   }
 }

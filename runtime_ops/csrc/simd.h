@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 namespace ondevice {
 
 #if defined(__AVX512F__)
@@ -35,26 +31,6 @@ ONDEVICE_INLINE Vec load(const float* p) {
 ONDEVICE_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 ONDEVICE_INLINE Vec splat(float x) { return x - Vec{}; }
-
-// memcpy past the caches: memory that is only written is not read first, which would be half as much again.
-inline void stream_copy(void* into, const void* from, size_t bytes) {
-#if defined(__SSE2__)
-  if ((reinterpret_cast<uintptr_t>(into) | bytes) % sizeof(__m128i) == 0) {
-    auto* target = static_cast<__m128i*>(into);
-    const auto* source = static_cast<const __m128i*>(from);
-    for (size_t i = 0; i < bytes / sizeof(__m128i); ++i) _mm_stream_si128(target + i, _mm_loadu_si128(source + i));
-    return;
-  }
-#endif
-  std::memcpy(into, from, bytes);
-}
-
-// After it, all threads see what `stream_copy` wrote.
-inline void stream_end() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
 
 // e^x for x <= 0 and not far above it (relative error near 1e-7); a NaN stays a NaN, results below e^-87
 // become that.

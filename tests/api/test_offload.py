@@ -146,6 +146,37 @@ def test_groups_decay_and_freeze_as_torch_s(moments: str, resident: bool) -> Non
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_nothing_follows_a_backward_pass_that_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some layers are updated as if the step were not clipped, and its norm will never be known."""
+    model = tiny_model("llama", layers=4).model.float().requires_grad_(True)
+    engine = offload(model, **FAST, max_grad_norm=1e6, presumed_layers=4)
+    (batch,) = batches(1)
+    send = engine.engine.window.send_layer
+
+    def interrupted(i: int, slot: Any) -> None:
+        if i == 1:
+            raise KeyboardInterrupt
+        send(i, slot)
+
+    monkeypatch.setattr(engine.engine.window, "send_layer", interrupted)
+    loss = engine(batch)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    del loss
+    engine.engine.transfers.submit("a pause", lambda: None, 1 << 30).wait()
+    for call in (
+        engine.state_dict,
+        engine.optimizer.state_dict,
+        lambda: engine(batch),
+        engine.close,
+    ):
+        with pytest.raises(TrainingError) as error:
+            call()
+        assert error.value.message == "the last backward pass was interrupted"
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("decay", [0.0, 0.1])

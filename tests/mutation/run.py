@@ -69,11 +69,13 @@ HEAD_AND_UPDATE = (
     "tests/methods/mesp/test_block_update.py",
 )
 OBJECTIVES = ("tests/objectives/test_objectives.py", "tests/objectives/test_trl.py")
-REVFFN, LAYER_ADAM = "tests/methods/revffn", ("tests/runtime_ops/test_layer_adam.py",)
+REVFFN = "tests/methods/revffn"
+LAYER_ADAM = ("tests/runtime_ops/test_layer_adam.py", "tests/runtime_ops/test_adam_undo.py")
 MODULES: dict[str, tuple[str, ...]] = {
     "runtime_ops/generator.py": ("tests/runtime_ops/test_generator.py",),
     "runtime_ops/layer_adam.py": LAYER_ADAM,
     "runtime_ops/adam_state.py": LAYER_ADAM,
+    "runtime_ops/adam_undo.py": LAYER_ADAM,
     "runtime_ops/quantized.py": (
         "tests/runtime_ops/test_quantized.py",
         "tests/runtime_ops/test_torch_ops.py",

@@ -101,14 +101,14 @@ def _adam(checker: Checker, update: Any) -> Any:
         *rest: Any,
         rows: Tensor | None = None,
         width: int = 0,
-        into: Any = None,
+        undo: Any = None,
         **more: Any,
     ) -> None:
-        written = list((into or state).tensors().values())
-        read = list(state.tensors().values()) if into else []
-        checker.on_host(gradient, *written, *read)
-        for one in read:
-            checker.access(checker.me, one, False)
+        written = list(state.tensors().values())
+        record = list(undo.tensors().values()) if undo else []
+        checker.on_host(gradient, *written, *record)
+        for one in record:
+            checker.access(checker.me, one, True)
         checker.access(checker.me, gradient, False, _rows(rows, width * gradient.element_size()))
         for one in written:
             whole = (
@@ -123,9 +123,25 @@ def _adam(checker: Checker, update: Any) -> Any:
                 state,
                 *rest,
                 **({"rows": rows, "width": width} if rows is not None else {}),
-                **({"into": into} if into else {}),
+                **({"undo": undo} if undo else {}),
                 **more,
             )
+
+    return checked
+
+
+def _undone(checker: Checker, update: Any) -> Any:
+    """A recorded step that is taken back, or stands."""
+
+    def checked(gradient: Tensor, state: Any, adam: Any, record: Any, **more: Any) -> None:
+        written, read = list(state.tensors().values()), [gradient, *record.tensors().values()]
+        checker.on_host(*written, *read)
+        for one in written:
+            checker.access(checker.me, one, True)
+        for one in read:
+            checker.access(checker.me, one, False)
+        with checker.quiet():
+            update(gradient, state, adam, record, **more)
 
     return checked
 
@@ -210,5 +226,6 @@ def _tier_file(checker: Checker, kind: Any) -> Any:
 
 
 WRAPPED: dict[str, Any] = {
-    "layer_adam": _adam, "torch_adam": _adam, "device_adam": _device_adam, "row_ops": _RowOps, "TierFile": _tier_file,
+    "layer_adam": _adam, "torch_adam": _adam, "undo_adam": _undone, "finish_adam": _undone,
+    "device_adam": _device_adam, "row_ops": _RowOps, "TierFile": _tier_file,
 }  # fmt: skip

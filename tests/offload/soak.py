@@ -329,8 +329,9 @@ def late(episode: Episode, monkeypatch: Any) -> Any:
     ):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: LateDevice(checker, delays))
         for module in (updater, presumed):
-            for name in ("layer_adam", "torch_adam"):
-                monkeypatch.setattr(module, name, delays.before("update", getattr(module, name)))
+            for name in ("layer_adam", "torch_adam", "undo_adam", "finish_adam"):
+                if update := getattr(module, name, None):
+                    monkeypatch.setattr(module, name, delays.before("update", update))
         monkeypatch.setattr(store, "device_adam", delays.before("compute", store.device_adam))
         monkeypatch.setattr(drive.Drive, "move", delays.before("disk", drive.Drive.move))
         lanes = {"transfer": "h2d", "offload": "d2h", "upload": "h2d", "update": "update"}

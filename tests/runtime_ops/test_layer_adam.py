@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import ctypes
-import platform
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -13,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import DataError, MissingPackageError, ModelError
-from ondevice.runtime_ops import build, native
 from ondevice.runtime_ops import layer_adam as la
+from ondevice.runtime_ops import native
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments
 
 FORMS = [(form, kind) for form in ("plain", "split") for kind in la.KINDS]
@@ -220,56 +216,6 @@ def test_the_number_of_threads_does_not_change_bits(form, kind):
             la.layer_adam(grad, state, replace(STEP, step=number), threads=threads)
     assert all(same_bits(states[0], state) for state in states[1:])
     assert not torch.equal(master_of(states[0]), master)
-
-
-@needs_compiler
-@pytest.mark.parametrize("form,kind", FORMS)
-def test_a_step_into_another_state_has_the_bits_of_one_in_place(form, kind):
-    """Several tasks and a part of a tile; what is not this state's stays."""
-    torch.manual_seed(0)
-    count = 70_005
-    state, other = (make(torch.randn(count), form, kind) for _ in range(2))
-    for number in (1, 2, 3):
-        grad = torch.randn(count).bfloat16()
-        step = replace(STEP, step=number)
-        before = copy.deepcopy(state)
-        la.layer_adam(grad, state, step, threads=2, into=other)
-        assert same_bits(state, before)
-        la.layer_adam(grad, state, step)
-        assert same_bits(state, other) and not same_bits(state, before)
-
-
-@needs_compiler
-def test_a_state_of_another_form_takes_no_step():
-    grad, state = torch.randn(256), make(torch.randn(256), "split", "float32")
-    for other in (make(torch.randn(256), "plain", "float32"), make(grad, "split", "int8")):
-        with pytest.raises(ModelError) as error:
-            la.layer_adam(grad, state, STEP, into=other)
-        assert "a state of the same form" in str(error.value)
-    for rows, other in ((torch.tensor([0]), state), (None, make(grad[:128], "split", "float32"))):
-        with pytest.raises(ModelError):
-            la.layer_adam(grad, state, STEP, rows, 256, into=other)
-
-
-@pytest.fixture(scope="module")
-def processors(tmp_path_factory) -> list[ctypes.CDLL]:
-    """The step for this very processor, and for ones without AVX-512 and without AVX."""
-    if not la.available() or platform.machine() != "x86_64":
-        pytest.skip("no C++ compiler for x86-64")
-    libraries, source = [], str(build.SOURCES / "layer_adam.cpp")
-    for machine in ("native", "x86-64-v3", "x86-64"):
-        target = str(tmp_path_factory.mktemp("libraries") / f"{machine}.so")
-        flags = [
-            *build.OPTIMISE,
-            f"-march={machine}",
-            "-std=c++17",
-            build.CONTRACTION["layer_adam.cpp"],
-        ]
-        subprocess.run(
-            [build.find_compiler(), *flags, "-shared", "-pthread", source, "-o", target], check=True
-        )
-        libraries.append(ctypes.CDLL(target))
-    return libraries
 
 
 @pytest.mark.parametrize("form,kind", FORMS)

@@ -119,7 +119,7 @@ class LspConfig(EngineConfig, ProjectorConfig):
     @property
     def presumed(self) -> int:
         """All layers, as little crosses the bus of each; none if complete ones do."""
-        if super().updates_last and self.project and self.schedule != "zero":
+        if self.presumes and self.project and self.schedule != "zero":
             return sys.maxsize
         return 0
 

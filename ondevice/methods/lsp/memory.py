@@ -13,7 +13,7 @@ from ondevice.methods.step_model import (
     passes_bytes,
     recomputed_flops,
 )
-from ondevice.offload.config import ITEM_BYTES
+from ondevice.offload.config import ITEM_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -117,7 +117,7 @@ def host_memory(
         "masters and moments": int(
             sizes.every * (4 + moments * (1 - config.disk_fraction)) - 4 * cold
         ),
-        "presumed states": int(min(config.presumed, layers) * each * (4 + moments)),
+        "undo records": int(min(config.presumed, layers) * each * RECORD_BYTES[config.moments]),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * sizes.widest + own) * item,
         "weights on the host": dims.layers * dims.block_parameters * item * slides(dims, config),

@@ -26,7 +26,7 @@ from ondevice.methods.slideformer.memory import (
     resident_parameters,
     step_cost,
 )
-from ondevice.offload.config import ITEM_BYTES, Rates
+from ondevice.offload.config import ITEM_BYTES, RECORD_BYTES, Rates
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -203,7 +203,7 @@ def _presumed(
     the next forward pass, and fit the host."""
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     update = SLACK * lanes["update"]
-    if not config.updates_last or not update:
+    if not config.presumes or not update:
         return 0
     backward = HIDDEN * lanes["compute"]
     forward = lanes["compute"] - backward
@@ -220,12 +220,11 @@ def presumed_within(
     fit `host_memory_bytes`, none if that is not known."""
     if config.presumed_layers != "auto":
         return config.presumed_layers
-    if config.host_memory_bytes is None or not config.updates_last:
+    if config.host_memory_bytes is None or not config.presumes:
         return 0
-    state = STATE_BYTES[config.moments]
     left = HOST_SHARE * config.host_memory_bytes
-    left -= (state + ITEM_BYTES[config.compute]) * parameters
-    return max(0, min(layers, int(left / (state * layer_parameters))))
+    left -= (STATE_BYTES[config.moments] + ITEM_BYTES[config.compute]) * parameters
+    return max(0, min(layers, int(left / (RECORD_BYTES[config.moments] * layer_parameters))))
 
 
 def _presuming(config: SlideformerConfig, layers: int) -> SlideformerConfig:

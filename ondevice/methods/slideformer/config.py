@@ -44,8 +44,8 @@ class SlideformerConfig(EngineConfig):
     """Layers whose gradients wait in host memory for their update."""
 
     presumed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """With `clip: global`, layers that are updated before the norm is known, with a second state
-    each in host memory."""
+    """With `clip: global`, layers that are updated before the norm is known, with a record each in
+    host memory."""
 
     host_memory_bytes: Annotated[MemorySize, HOST_MEMORY] = Field(default=None, ge=1 << 20)
     """Most host memory, such as 96GiB; None is all that is free. `auto` decides within it, and within
@@ -98,7 +98,7 @@ class SlideformerConfig(EngineConfig):
     @property
     def presumed(self) -> int:
         """See `presumed_layers`, likewise."""
-        if self.presumed_layers == "auto" or not self.updates_last:
+        if self.presumed_layers == "auto" or not self.presumes:
             return 0
         return self.presumed_layers
 

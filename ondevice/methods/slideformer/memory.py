@@ -11,7 +11,7 @@ from ondevice.methods.step_model import (
     mlp_again_flops,
     passes_bytes,
 )
-from ondevice.offload.config import ITEM_BYTES, copied_share
+from ondevice.offload.config import ITEM_BYTES, RECORD_BYTES, copied_share
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -157,8 +157,8 @@ def host_memory(
             - 4 * cold
             - saved_bytes(dims, config)
         ),
-        "presumed states": int(
-            min(config.presumed, dims.layers) * dims.block_parameters * STATE_BYTES[config.moments]
+        "undo records": int(
+            min(config.presumed, dims.layers) * dims.block_parameters * RECORD_BYTES[config.moments]
         ),
         "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + tables * table) * item,
