@@ -68,6 +68,7 @@ def ours(
         }  # fmt: skip
         clock = _clock()
         found = ondevice.train(settings, callbacks=[clock], progress=False).result.evaluation
+    assert found and found.accuracy is not None and found.majority_share is not None
     return _outcome(clock.seconds, found.accuracy, found.loss, found.majority_share)
 
 

@@ -34,7 +34,8 @@ class Calls(nn.Module):
 
 
 def loaded(*calls):
-    """One program of all calls, to execute, and what it takes."""
+    """One program of all calls, its method, and what that takes; a method reads its program, which
+    has to outlive it."""
     torch_ops.register()
     build.load_executorch_ops()
     from executorch.runtime import Runtime
@@ -42,15 +43,18 @@ def loaded(*calls):
     tensors = [v for _, arguments in calls for v in arguments if torch.is_tensor(v)]
     program = torch.export.export(Calls(calls), tuple(tensors), strict=False)
     lowered = exir.to_edge_transform_and_lower(program).to_executorch()
-    method = Runtime.get().load_program(lowered.buffer).load_method("forward")
+    whole = Runtime.get().load_program(lowered.buffer)
+    method = whole.load_method("forward")
     assert method is not None
-    return method, tensors
+    return (whole, lowered), method, tensors
 
 
 def run(*calls):
     """Results of all calls, by one program."""
-    method, tensors = loaded(*calls)
-    return [value.clone() for value in method.execute(tensors)]
+    program, method, tensors = loaded(*calls)
+    results = [value.clone() for value in method.execute(tensors)]
+    del program
+    return results
 
 
 def references(*calls):
@@ -242,13 +246,14 @@ def test_attention_forward_and_backward_match_float64(window):
 def test_attention_over_a_long_row_takes_less_memory_than_the_scores_of_one_head():
     tokens = 2048
     q, k, v, g = torch.randn(4, 1, tokens, 4, 8)
-    method, tensors = loaded(
+    program, method, tensors = loaded(
         ("attend", (q, k, v, 0.2, 0)), ("attend_backward", (g, q, k, v, 0.2, 0))
     )
     before = resident_bytes()
     peak = PeakMemory()
     method.execute(tensors)
     assert peak.resident_bytes() - before < tokens * tokens * q.element_size()
+    del program
 
 
 def test_attention_to_a_cache_matches_float64_and_reads_nothing_behind_its_tokens():
