@@ -73,7 +73,8 @@ def _first_output(program: Any, inputs: list[Any]) -> Any:
     """Run an exported program in ExecuTorch's runtime."""
     from executorch.runtime import Runtime
 
-    method = Runtime.get().load_program(program.buffer).load_method("forward")
+    loaded = Runtime.get().load_program(program.buffer)  # which the method reads
+    method = loaded.load_method("forward")
     if method is None:
         raise WrongResult("the runtime does not load the program")
     return method.execute(inputs)[0].numpy()

@@ -21,7 +21,7 @@ import os
 import struct
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -104,6 +104,8 @@ class Methods:
         self.runtime, self.folder, self.of_layers = runtime, program.parent, of_layers or {}
         self.program = runtime.load_program(str(program))
         self.loaded: dict[str, object] = {}
+        self.programs: dict[str, Any] = {}
+        """Of layers: a method reads its program, which has to outlive it."""
         self.weights: MappedWeights | None = None
         if weights is not None:
             from ondevice.artifact.weights import MappedWeights
@@ -118,7 +120,8 @@ class Methods:
             key = f"{name} {layer}"
             if key not in self.loaded:
                 path = self.folder / self.of_layers[name].format(layer=layer)
-                self.loaded[key] = self.runtime.load_program(str(path)).load_method(name)
+                program = self.programs[key] = self.runtime.load_program(str(path))
+                self.loaded[key] = program.load_method(name)
         elif name not in self.loaded:
             for known in [
                 known
