@@ -10,6 +10,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a group equals itself only",
     (
         "runtime_ops/layer_adam.py",
+        'if width < 1 or count % width or (kind == "int8" and width % TILE):',
+        'if width < 1 or count % width or (kind >= "int8" and width % TILE):',
+    ): "both other kinds, bfloat16 and float32, sort before int8",
+    (
+        "runtime_ops/layer_adam.py",
+        'if kind == "int8":',
+        'if kind >= "int8":',
+    ): "both other kinds, bfloat16 and float32, sort before int8",
+    (
+        "runtime_ops/layer_adam.py",
+        "action=_RECORD * (undo is not None),",
+        "action=_RECORD & (undo is not None),",
+    ): "the action is 1, or 0, by both",
+    (
+        "runtime_ops/layer_adam.py",
         "if count == 0 or (rows is not None and rows.numel() == 0):",
         "if count <= 0 or (rows is not None and rows.numel() == 0):",
     ): "a count is never below 0",
