@@ -23,9 +23,16 @@ NAMES = ("llama, many labels", "gemma3_text")
 
 
 def write(out: Path, make_artifact: Callable[..., None]) -> None:
-    """Write every case into a folder of its name under `golden`."""
-    for name in every() if os.environ.get("ONDEVICE_TESTS_ALL") else NAMES:
-        write_case(out / "golden" / name, name, make_artifact)
+    """Write every case into a folder of its name under `golden`, which has no others."""
+    names = every() if os.environ.get("ONDEVICE_TESTS_ALL") else NAMES
+    folder = out / "golden"
+    for left in folder.iterdir() if folder.exists() else ():
+        if left.is_dir() and left.name not in names:
+            shutil.rmtree(left)
+        elif left.is_file():
+            left.unlink()
+    for name in names:
+        write_case(folder / name, name, make_artifact)
 
 
 def every() -> tuple[str, ...]:
