@@ -96,9 +96,9 @@ class FusedKernels(GraphKernels):
         flat = OPS.attend_backward(g, q, k, v, how.scale, how.window)
         # Slices, not `split`: of an op with a list of outputs ExecuTorch's verifier asks each number
         # of the first output for its type, one after the other.
-        gk = q.numel()
-        gv = gk + k.numel()
-        return flat[:gk].view(q.shape), flat[gk:gv].view(k.shape), flat[gv:].view(v.shape)
+        of_k = q.numel()
+        of_v = of_k + k.numel()
+        return flat[:of_k].view(q.shape), flat[of_k:of_v].view(k.shape), flat[of_v:].view(v.shape)
 
 
 class FusedStages(Stages):
