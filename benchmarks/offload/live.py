@@ -264,8 +264,9 @@ def short(value: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """An error and its cause in one line."""
-    words = [f"{type(error).__name__}: {error}"]
+    """An error and its cause in one line; of PyTorch's error for want of memory the first sentence."""
+    name = type(error).__name__
+    words = [f"{name}: {str(error).split('. ')[0] if name == 'OutOfMemoryError' else error}"]
     if error.__cause__ is not None:
         words.append(f"from {type(error.__cause__).__name__}: {error.__cause__}")
     return " ".join(" ".join(words).split())[:600]

@@ -60,6 +60,7 @@ HEAD_S = 25.0
 """Least time that a turn is begun with."""
 COLUMNS = [
     {"key": "shape", "title": "Shape"},
+    {"key": "cap_gib", "title": "GPU limit (GiB)", "digits": 0},
     {"key": "batch", "title": "Batch"},
     {"key": "variant", "title": "Variant"},
     {"key": "step_s", "title": "Step (s)"},
@@ -198,6 +199,7 @@ def turn(args: Any) -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * 2**30 / whole))
     base = {"shape": shape, "variant": variant, "turn": int(number), "length": args.length}
+    base["cap_gib"] = args.cap_gib
     one: Any = None
     try:
         block = om.random_block(shape, args.device)
@@ -223,7 +225,7 @@ def turn(args: Any) -> None:
             row["gpu_peak_bytes"] = torch.cuda.max_memory_reserved() if cuda else None
             row["choice"] = getattr(one, "choice", None) or getattr(one, "version", None)
             row["host_peak_bytes"] = watch.peak_bytes
-            row["cap_gib"], row["why"] = args.cap_gib, getattr(one, "words", None)
+            row["why"] = getattr(one, "words", None)
         except Exception as error:
             row["error"] = reason(error)
             om.release(args.device)
@@ -311,6 +313,7 @@ def run(args: Any, shape: str, variant: str, number: int, ends: float) -> None:
     if why and not cut:
         for rows in _missing(args, shape, variant, number):
             row = {"shape": shape, "variant": variant, "turn": number, "batch": rows, "error": why}
+            row["cap_gib"] = args.cap_gib
             _log(args, row)
 
 
@@ -372,7 +375,7 @@ def main() -> None:
         missing = _missing(args, shape, variant, number)
         if not missing:
             continue
-        base = {"shape": shape, "variant": variant, "turn": number}
+        base = {"shape": shape, "variant": variant, "turn": number, "cap_gib": args.cap_gib}
         need, why = host_need(shape, variant, max(_batches(args)), args.length)
         if need > args.host_gib * 2**30:
             message = f"does not fit: {need / 1e9:.0f} GB of host memory ({why})"
@@ -394,9 +397,9 @@ def main() -> None:
         COLUMNS,
         title="SlideFormer: models that do not fit the GPU, next to peers",
         notes=[
-            f"{args.length} tokens a row; {args.cap_gib:g} GiB of GPU memory for every side, what "
-            f"PyTorch reserved is shown; at most {args.host_gib:g} GiB of host memory, "
-            "what all processes used is shown. All keep one input a layer and compute the rest again.",
+            f"{args.length} tokens a row; the limit is that of every side, the peak is what PyTorch "
+            f"reserved; at most {args.host_gib:g} GiB of host memory, what all processes used is "
+            "shown. All keep one input a layer and compute the rest again.",
         ],
     )
 

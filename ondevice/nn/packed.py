@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ondevice.core.errors import ConfigError, MissingPackageError, ModelError
+from ondevice.core.method import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,14 +93,11 @@ class Nf4Matrix:
     def from_tensors(cls, tensors: dict[str, Tensor], dtype: torch.dtype) -> Self:
         """Rebuild the matrix from its `tensors`, on the device where they are; `dense` gives
         `dtype`."""
-        bitsandbytes()
-        from bitsandbytes.functional import QuantState
-
         packed = tensors["weight"]
         described = {name: value for name, value in tensors.items() if name != "weight"}
         key = next(name for name in described if name.startswith("quant_state."))
         described[key] = described[key].cpu()  # bytes of JSON
-        state = QuantState.from_dict(described, packed.device)
+        state = bitsandbytes().QuantState.from_dict(described, packed.device)
         state.dtype = dtype
         return cls(packed, state)
 
@@ -138,8 +136,11 @@ class Int8Matrix:
         return cls(tensors["weight"], tensors["SCB"], dtype)
 
     def dense(self) -> Tensor:
-        # Two passes of one dtype each are quicker than one that converts every number on its way.
-        return self.weight.to(self.dtype).mul_(self.scale)
+        if has_triton(self.weight.device.type):
+            from ondevice.nn.int8_kernel import dense
+
+            return dense(self.weight, self.scale)
+        return self.weight * self.scale
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight, "SCB": self.largest}

@@ -92,6 +92,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/nn/calibrated.py": ("tests/nn/test_calibrated.py",),
     "ondevice/nn/experts.py": ("tests/nn/test_experts.py",),
     "ondevice/nn/fused.py": ("tests/nn/test_fused.py",),
+    "ondevice/nn/int8_kernel.py": ("tests/nn/test_int8_kernel.py",),
     "ondevice/nn/packed.py": ("tests/nn/test_packed.py",),
     "ondevice/nn/rounding.py": ("tests/nn/test_rounding.py",),
     "ondevice/nn/short_conv.py": (
