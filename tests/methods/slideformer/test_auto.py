@@ -12,13 +12,15 @@ from ondevice.methods.slideformer.auto import (
     SHARE,
     Room,
     Work,
+    lanes_of,
+    moved_bytes,
     needed_bytes,
     presumed_within,
     resolve,
 )
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY, resident_parameters
-from ondevice.offload.config import Rates
+from ondevice.offload.config import RECORD_BYTES, Rates
 from ondevice.planning.estimate import plan
 
 DIMS = ModelDims(
@@ -84,6 +86,19 @@ def test_exact_clipping_presumes_what_fits_the_host() -> None:
     assert parts and 0 < layers < 28 and sum(parts.values()) <= host
     open_ended = loop.model_copy(update={"host_memory_bytes": None})
     assert presumed_within(open_ended, DIMS.parameters, DIMS.block_parameters, 28) == 0
+
+
+def test_a_presumed_update_takes_as_long_as_its_record_adds() -> None:
+    """The bytes of a record are a sixth of those that an update with float32 moments moves."""
+    exact = SlideformerConfig(max_grad_norm=1.0, clip="global")
+    without, every = (
+        lanes_of(DIMS, exact.decided(presumed_layers=layers), Work(8, 1024), RATES, 1.0)["update"]
+        for layers in (0, DIMS.layers)
+    )
+    record = RECORD_BYTES["float32"] / moved_bytes(exact)
+    of_layers = DIMS.layers * DIMS.block_parameters / RATES.parameters_s
+    assert every - without == pytest.approx(record * of_layers)
+    assert 0.1 < record < 0.2
 
 
 def test_ranks_leave_about_as_much_on_the_accelerator() -> None:
