@@ -106,13 +106,18 @@ def root() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the process of `warm` once for all workers of a run, while they collect the tests."""
+    """Start the process of `warm` once for all workers of a run; they are forks of it, too.
+
+    Each worker collects all tests, and so would import all frameworks: some 12 CPU seconds.
+    """
     is_worker = hasattr(config, "workerinput")
     if is_worker or not getattr(config.option, "numprocesses", None) or config.option.collectonly:
         return
     wait_asleep()  # as the package does in a worker: forks have the environment of its commands
     folder = tempfile.TemporaryDirectory()
-    processes = Warm(Path(folder.name), preloaded(), wait=False)
+    processes = Warm(Path(folder.name), preloaded())
+    if processes.forks:
+        config.option.tx = [f"popen//python={processes.worker}" for _ in config.option.tx]
     config.stash[_WARM] = processes
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(processes.close)

@@ -182,3 +182,11 @@ def test_a_signal_that_comes_at_once_is_not_lost(tmp_path: Path) -> None:
             link.settimeout(30)
             assert int(link.recv(16)) == -number
     warm.close()
+
+
+def test_workers_of_a_run_are_forks_of_the_warm_process(pytestconfig: pytest.Config) -> None:
+    """Each collects all tests, which takes half the CPU time if the frameworks are imported."""
+    if "warm" not in getattr(pytestconfig, "workerinput", {}):
+        pytest.skip("this process is no worker")
+    words = Path(f"/proc/{os.getpid()}/cmdline").read_bytes().split(b"\0")
+    assert any(word.endswith(b"warm.py") for word in words), words

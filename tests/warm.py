@@ -3,9 +3,10 @@ ones.
 
 Importing the two takes 4 CPU seconds, more than most commands over a tiny model. `Warm` keeps one
 process that has imported them and done nothing else; its `python` and `ondevice` are commands that
-ask that process to fork. What they run is a process of its own, with the caller's arguments,
-environment, folder, open files and network, and ends as it would have ended: by its exit status,
-its exception or its signal. Signals go on to it, and it is killed when the command is.
+ask that process to fork, and so is `worker`, with which pytest-xdist starts its workers. What they
+run is a process of its own, with the caller's arguments, environment, folder, open files and
+network, and ends as it would have ended: by its exit status, its exception or its signal. Signals
+go on to it, and it is killed when the command is.
 
 Whatever such a start cannot give is started as ever: options of the interpreter, or another value
 of a variable that an import reads.
@@ -116,14 +117,20 @@ class Warm:
     ) -> None:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
+        self.worker = folder / "worker"
         address, client = str(folder / "socket"), folder / "client.py"
         client.write_text(
             CLIENT.format(python=sys.executable, address=address, header=HEADER_BYTES)
         )
-        for path, prefix in ((self.python, ""), (self.ondevice, "-m ondevice ")):
+        for path, first, prefix in (
+            (self.python, "", ""),
+            (self.ondevice, "", "-m ondevice "),
+            # execnet starts a worker with `-u`, but sets up the standard streams itself.
+            (self.worker, "shift\n", ""),
+        ):
             # A shell's command, because a path in #! may have no space.
             words = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(client))} {prefix}"
-            path.write_text(f'#!/bin/sh\nexec {words}"$@"\n')
+            path.write_text(f'#!/bin/sh\n{first}exec {words}"$@"\n')
             path.chmod(0o755)
         self.environment = dict(os.environ)
         self.process: subprocess.Popen[bytes] | None = None

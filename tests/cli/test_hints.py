@@ -153,7 +153,10 @@ def hints(root: Path) -> Iterator[tuple[str, str]]:
         for path in sorted((root / folder).rglob("*.py")):
             if path.is_symlink() or "exporters" in path.parts[len(root.parts) + 1 :]:
                 continue
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            source = path.read_text("utf-8")
+            if "hint=" not in source and "fix=" not in source:
+                continue  # parsing all files takes 4 CPU seconds
+            for node in ast.walk(ast.parse(source)):
                 for keyword in getattr(node, "keywords", ()):
                     if keyword.arg in ("hint", "fix"):
                         place = f"{path.relative_to(root)}:{keyword.value.lineno}"

@@ -41,9 +41,11 @@ def _own(place: Path) -> bool:
 
 def named_in(source: str) -> list[tuple[int, str]]:
     """List the lines of a module that compare a method's name, list methods, or import one's folder."""
-    lines, tree = [], ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    if not _words(source) and "ondevice.methods" not in source:
+        return []  # without parsing
+    lines, nodes = [], list(ast.walk(ast.parse(source)))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = (
                 [node.module or ""]
@@ -53,12 +55,13 @@ def named_in(source: str) -> list[tuple[int, str]]:
             lines += [(node.lineno, f"imports {name}") for name in modules if _folder(name)]
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            named = [name for side in sides for name in _names(side)]
+            if not (named := [name for side in sides for name in _names(side)]):
+                continue
             asked = any(_asks_a_name(side) for side in sides)
             clear = set(named) - set(COMMON_WORDS) and any(
                 isinstance(side, ast.Name) for side in sides
             )
-            if named and (asked or clear):
+            if asked or clear:
                 lines.append((node.lineno, f"compares with {', '.join(named)}"))
         elif isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
             items = [

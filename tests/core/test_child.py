@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -49,11 +50,17 @@ def test_no_module_of_the_working_folder_is_imported(
     assert done.returncode == 0 and not trap.exists(), done.stderr
 
 
+FIRST = re.compile(r"\b(?:sys\.executable|python)\s*,")
+"""Stands in each file that begins a list so; parsing all files takes 4 CPU seconds."""
+
+
 def test_every_command_of_python_is_made_by_the_one_function(root: Path) -> None:
     found = set()
     for folder in ("ondevice", "exporters", "runtime_ops"):
         for path in (root / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            if not FIRST.search(source := path.read_text()):
+                continue
+            for node in ast.walk(ast.parse(source)):
                 first = (
                     node.elts[0] if isinstance(node, ast.List | ast.Tuple) and node.elts else None
                 )

@@ -17,6 +17,8 @@ DEFAULT = ("ondevice/core/config.py", "AnnAssign")
 
 def mentions(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
     """Line and kind of every string, docstrings aside, that is a target's name or has several of them."""
+    if not any(name in source for name in names):  # most files: parsing all took 12 CPU seconds
+        return
     tree = ast.parse(source)
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     owners = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}

@@ -440,11 +440,13 @@ def test_ranks_that_measure_other_things_compute_alike(tmp_path: Path, warm: War
         "torch.distributed.run",
         "--nproc-per-node",
         str(WORLD),
+        "--no-python",
         "--master-port",
     ]
     for steps, resumed in ((2, 0), (4, 1)):
         words = [
             str(free_port()),
+            str(warm.python),
             "-m",
             "tests.api.flipped",
             method,
