@@ -93,7 +93,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/nn/calibrated.py": ("tests/nn/test_calibrated.py",),
     "ondevice/nn/experts.py": ("tests/nn/test_experts.py",),
     "ondevice/nn/fused.py": ("tests/nn/test_fused.py",),
-    "ondevice/nn/packed.py": ("tests/nn/test_packed.py",),
+    "ondevice/nn/packed.py": ("tests/nn/test_packed.py", "tests/models/test_packed.py"),
     "ondevice/nn/rounding.py": ("tests/nn/test_rounding.py",),
     "ondevice/nn/short_conv.py": (
         "tests/methods/test_packing.py::test_a_packed_step_is_the_step_of_the_rows",
