@@ -350,10 +350,8 @@ def test_every_figure_has_a_source(page: str, root: Path) -> None:
     """A result that was measured again takes its sentences with it, and a sentence without a source
     goes."""
     values = measured(root, page)
-    held = (
-        set(recorded().get(page, [])) - {one for where, one in COMPUTED if where == page}
-        | GIVEN.get(page, {}).keys()
-    )
+    sourced = {one for where, one in COMPUTED if where == page} | GIVEN.get(page, {}).keys()
+    held = set(recorded().get(page, [])) - sourced
     assert sorted(one for one in held if not rounds_one(one, values)) == []
 
 
