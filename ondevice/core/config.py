@@ -275,8 +275,7 @@ class DataConfig(StrictConfig):
     `method.micro_batch_size` then counts sequences."""
 
     group_by_length: bool = False
-    """Give a step rows of about one length: less padding where rows are not packed, also in
-    exported programs of several lengths. An epoch still has each row once."""
+    """Give a step rows of about one length: less padding."""
 
     streaming: Annotated[bool, Flag("--streaming")] = False
     """Read the file while training, for files larger than memory. It may be JSON lines, CSV,
