@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from ondevice.core.config import DataConfig
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data import (
     IGNORE,
@@ -212,3 +214,10 @@ def test_one_row_cannot_be_split() -> None:
     with pytest.raises(DataError) as caught:
         split_rows(lines(1, 1), 0.5, 0)
     assert caught.value.expected == "two rows or more"
+
+
+@pytest.mark.parametrize("other", ["packing", "streaming"])
+def test_packed_or_streamed_rows_are_not_grouped_by_length(other: str) -> None:
+    with pytest.raises(ValidationError):
+        DataConfig.model_validate({"path": "rows.jsonl", "group_by_length": True, other: True})
+    DataConfig.model_validate({"path": "rows.jsonl", "group_by_length": True, other: False})
