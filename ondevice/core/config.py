@@ -274,6 +274,9 @@ class DataConfig(StrictConfig):
     the same. Sequences have up to `max_length_tokens`; `train.batch_size` still counts rows,
     `method.micro_batch_size` then counts sequences."""
 
+    group_by_length: bool = False
+    """Give a step rows of about one length: less padding."""
+
     streaming: Annotated[bool, Flag("--streaming")] = False
     """Read the file while training, for files larger than memory. It may be JSON lines, CSV,
     Parquet or Arrow. Rows are shuffled within windows of `shuffle_records`."""
@@ -293,6 +296,10 @@ class DataConfig(StrictConfig):
         if self.validation_split and self.eval_path is not None:
             raise ValueError(
                 "validation_split and eval_path both name rows to evaluate: give one of them"
+            )
+        if self.group_by_length and (self.packing or self.streaming):
+            raise ValueError(
+                "group_by_length is of padded rows in memory: leave out packing and streaming"
             )
         if self.streaming and self.validation_split:
             raise ValueError(

@@ -13,6 +13,8 @@ from ondevice.core.session import IGNORE
 from ondevice.data.examples import Dataset, Example, Item, Report
 
 ROUND_TO_TOKENS = 8
+SORTED_STEPS = 32
+"""Steps whose rows are sorted together by length, if rows are grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Batches:
         pad_id: the id of padding.
         packing: put the rows of a step into as few sequences as hold them; a step's rows stay the
             same.
+        group_by_length: give a step rows of about one length. An epoch's order is cut into pieces
+            of `SORTED_STEPS` steps, and the rows of each are sorted by length; its steps then come
+            in the order in which the first of their rows came before. A step that two epochs share
+            has the rows that it has without grouping.
 
     Raises:
         ConfigError: a size is not positive, the seed is negative, or a row is longer than the
@@ -78,6 +84,7 @@ class Batches:
         seed: int,
         pad_id: int,
         packing: bool = False,
+        group_by_length: bool = False,
     ) -> None:
         self._examples = [item.example for item in dataset.items]
         self.batch_size = batch_size
@@ -85,6 +92,7 @@ class Batches:
         self.seed = seed
         self.pad_id = pad_id
         self.packing = packing
+        self.group_by_length = group_by_length
         self._orders: dict[int, np.ndarray] = {}
         if not self._examples:
             raise DataError(
@@ -146,8 +154,23 @@ class Batches:
             # A batch needs at most two orders; more of them would grow with the run.
             for other in [other for other in self._orders if abs(other - epoch) > 1]:
                 del self._orders[other]
-            self._orders[epoch] = np.argsort(words, kind="stable")
+            order = np.argsort(words, kind="stable")
+            self._orders[epoch] = self._grouped(order, epoch) if self.group_by_length else order
         return self._orders[epoch]
+
+    def _grouped(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        """Return an epoch's rows with those of about one length in a step."""
+        size, count = self.batch_size, len(order)
+        first = -epoch * count % size  # rows that fill up the step of the epoch before
+        end = first + max(0, count - first) // size * size
+        lengths = np.array([len(example) for example in self._examples])
+        pieces = [order[:first]]
+        for start in range(first, end, SORTED_STEPS * size):
+            rows = order[start : min(end, start + SORTED_STEPS * size)]
+            places = np.argsort(lengths[rows], kind="stable").reshape(-1, size)
+            steps = np.argsort(places.min(1))
+            pieces.append(rows[places[steps]].reshape(-1))
+        return np.concatenate([*pieces, order[end:]])
 
 
 def round_up(length_tokens: int) -> int:

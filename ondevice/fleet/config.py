@@ -90,10 +90,11 @@ class FleetRun(RunConfig):
 
     @model_validator(mode="after")
     def _own_rows(self) -> FleetRun:
-        asked = [name for name in ("packing", "streaming") if getattr(self.data, name)]
+        names = ("packing", "group_by_length", "streaming")
+        asked = [name for name in names if getattr(self.data, name)]
         if asked:
             raise ValueError(
-                f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory"
+                f"data.{asked[0]}: a fleet's devices take their own rows, in their own order"
             )
         if self.train.objective not in ("loss", *objective_names()):
             raise ValueError(

@@ -56,9 +56,7 @@ def check_run(config: RunConfig, placement: Placement, options: Options) -> None
         dims = replace(dims, classes=_check_head(source, dims))
     tokenizer = load_tokenizer(source.source, source.revision)
     config, rows = with_rows(config, placement, options, tokenizer, dims, dims.vocab)
-    settings = in_steps(
-        config.train, rows.batches(config.train, config.data.packing).steps_per_epoch
-    )
+    settings = in_steps(config.train, rows.batches(config.train, config.data).steps_per_epoch)
     config = config.model_copy(update={"train": settings})
     if options.adapter is not None:
         _check_adapter(config, placement, options.adapter)

@@ -262,7 +262,7 @@ def fit(
     size = session.batch_size
     if size is not None:
         size //= texts_of_row(config.train)
-    batches = rows.batches(config.train, config.data.packing, size, session.lengths_tokens)
+    batches = rows.batches(config.train, config.data, size, session.lengths_tokens)
     settings = in_steps(config.train, batches.steps_per_epoch)
     config = config.model_copy(update={"train": settings})
     before = model_before(model, identity, options.adapter)

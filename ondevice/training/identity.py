@@ -61,7 +61,7 @@ LIBRARIES = (
 )
 
 
-LATER = ("columns", "validation_split", "packing", "streaming")
+LATER = ("columns", "validation_split", "packing", "group_by_length", "streaming")
 """Settings of the rows that an identity has only if they are set: older logs do not have them."""
 
 

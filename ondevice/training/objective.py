@@ -156,7 +156,7 @@ def _check_likelihoods(method: Any, data: DataConfig, what: str) -> None:
             expected="method.loss: vocabulary, or left out",
             received="method.loss: answers",
         )
-    for name in ("packing", "streaming", "train_on_prompt"):
+    for name in ("packing", "group_by_length", "streaming", "train_on_prompt"):
         if getattr(data, name):
             raise ConfigError(
                 f"data.{name} does not go with {what}",

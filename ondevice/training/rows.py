@@ -182,7 +182,7 @@ class RunRows:
     def batches(
         self,
         settings: TrainConfig,
-        packing: bool,
+        data: DataConfig,
         size: int | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> Batches | StreamBatches:
@@ -193,8 +193,10 @@ class RunRows:
         """
         size = size or settings.batch_size
         if self.stream is not None:
-            return StreamBatches(self.stream, size, lengths, self.pad, packing=packing)
-        return Batches(self.train, size, lengths, settings.seed, self.pad, packing=packing)
+            return StreamBatches(self.stream, size, lengths, self.pad, packing=data.packing)
+        return Batches(
+            self.train, size, lengths, settings.seed, self.pad, data.packing, data.group_by_length
+        )
 
 
 def read_rows_of(

@@ -217,6 +217,7 @@ REFUSED: dict[str, tuple[Callable[[Case], None], str]] = {
     "labels of the prompt": (set_to(data__train_on_prompt=True), "data.train_on_prompt"),
     "length": (set_to(data__max_length_tokens=80), "data.max_length_tokens"),
     "packing": (set_to(data__packing=True), "data.packing"),
+    "order of steps": (set_to(data__group_by_length=True), "data.group_by_length"),
     "batch size": (set_to(train__batch_size=1), "data.batch_size"),
     "seed": (set_to(train__seed=5), "seed"),
     "rank": (set_to(method__rank=3), "method.rank"),

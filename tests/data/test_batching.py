@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from ondevice.core.config import DataConfig
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data import IGNORE, Batches, Dataset, Example, Item, pad_examples, split_rows
+from ondevice.data import (
+    IGNORE,
+    Batches,
+    Dataset,
+    Example,
+    Item,
+    batching,
+    pad_examples,
+    split_rows,
+)
 
 PAD = 99
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=12)
@@ -26,9 +38,9 @@ def dataset(sizes: list[int]) -> Dataset:
     ])  # fmt: skip
 
 
-@given(sizes=lengths, batch=st.integers(1, 9), seed=seeds)
-def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int) -> None:
-    batches = Batches(dataset(sizes), batch, None, seed, PAD)
+@given(sizes=lengths, batch=st.integers(1, 9), seed=seeds, grouped=st.booleans())
+def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int, grouped: bool) -> None:
+    batches = Batches(dataset(sizes), batch, None, seed, PAD, group_by_length=grouped)
     epochs = 3
     steps = -(-epochs * len(sizes) // batch)
     seen = [row for step in range(steps) for row in batches.rows_at(step)]
@@ -44,15 +56,50 @@ def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int) -> Non
     batch=st.integers(1, 9),
     seed=seeds,
     steps=st.lists(st.integers(0, 50), max_size=8),
+    grouped=st.booleans(),
 )
 def test_a_batch_depends_only_on_seed_and_step(
-    sizes: list[int], batch: int, seed: int, steps: list[int]
+    sizes: list[int], batch: int, seed: int, steps: list[int], grouped: bool
 ) -> None:
-    used = Batches(dataset(sizes), batch, None, seed, PAD)
+    used = Batches(dataset(sizes), batch, None, seed, PAD, False, grouped)
     for step in steps:
-        fresh = Batches(dataset(sizes), batch, None, seed, PAD).at(step)
+        fresh = Batches(dataset(sizes), batch, None, seed, PAD, False, grouped).at(step)
         again = used.at(step)
         assert np.array_equal(fresh.ids, again.ids) and np.array_equal(fresh.labels, again.labels)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    batch=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    sorted_steps=st.integers(1, 5),
+)
+def test_grouped_steps_have_rows_of_about_one_length(
+    sizes: list[int], batch: int, epoch: int, sorted_steps: int
+) -> None:
+    """Of the steps that are sorted together, no two overlap in length; the others are as drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "SORTED_STEPS", sorted_steps)
+        drawn, grouped = (
+            Batches(dataset(sizes), batch, None, 5, PAD, group_by_length=on) for on in (False, True)
+        )
+        count = len(sizes)
+        inside = range(-(-epoch * count // batch), (epoch + 1) * count // batch)
+        for end in (epoch * count, (epoch + 1) * count):
+            if end % batch:  # a step that two epochs share
+                assert grouped.rows_at(end // batch) == drawn.rows_at(end // batch)
+        for start in range(0, len(inside), sorted_steps):
+            steps = inside[start : start + sorted_steps]
+            rows = [grouped.rows_at(step) for step in steps]
+            before = [row for step in steps for row in drawn.rows_at(step)]
+            assert sorted(row for step in rows for row in step) == sorted(before)
+            spans = sorted(
+                [(min(at), max(at)) for at in ([sizes[r] for r in step] for step in rows)]
+            )
+            assert all(one[1] <= other[0] for one, other in pairwise(spans))
+            # A sort by length alone would give short rows first, in every piece.
+            first = [min(before.index(row) for row in step) for step in rows]
+            assert first == sorted(first)
 
 
 def test_order_is_pinned() -> None:
@@ -167,3 +214,10 @@ def test_one_row_cannot_be_split() -> None:
     with pytest.raises(DataError) as caught:
         split_rows(lines(1, 1), 0.5, 0)
     assert caught.value.expected == "two rows or more"
+
+
+@pytest.mark.parametrize("other", ["packing", "streaming"])
+def test_packed_or_streamed_rows_are_not_grouped_by_length(other: str) -> None:
+    with pytest.raises(ValidationError):
+        DataConfig.model_validate({"path": "rows.jsonl", "group_by_length": True, other: True})
+    DataConfig.model_validate({"path": "rows.jsonl", "group_by_length": True, other: False})

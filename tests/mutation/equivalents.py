@@ -89,25 +89,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "z = self.noise(self.seed, number, tensor, 2, start, count)[0]",
     ): "the first query's noise does not depend on how many are drawn",
     (
-        "ondevice/methods/mesp/torch/kernels.py",
-        "FLASH_HEAD = 256",
-        "FLASH_HEAD = 255",
-    ): "read on a GPU only",
-    (
         "ondevice/nn/experts.py",
         "if end > start:",
         "if end is not start:",
     ): "rows end in order, and a product with no rows adds nothing",
-    (
-        "ondevice/nn/experts.py",
-        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
-        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == -1",
-    ): "read on a GPU only",
-    (
-        "ondevice/methods/mesp/torch/kernels.py",
-        "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
-        "if not (q_BTHh.is_cuda and half and width | 8 == 0 and width <= FLASH_HEAD):",
-    ): "read on a GPU only",
     (
         "ondevice/methods/mesp/torch/kernels.py",
         "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
@@ -149,16 +134,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "squares = {index: float(value[ -1]) for index, value in norms.items() if value is not None}",
     ): "the arrays have one element",
     (
-        "ondevice/nn/experts.py",
-        "aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0",
-        "aligned = weight.shape[ 2] % 8 == 0 and weight.shape[2] % 8 == 0",
-    ): "read on a GPU only",
-    (
-        "ondevice/nn/experts.py",
-        "return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))",
-        "return _grouped_mm(rows_MD, weight_EFD.transpose(-2, not 1), offs=ends_E.to(torch.int32))",
-    ): "read on a GPU only",
-    (
         "runtime_ops/quantized.py",
         "target = torch.zeros_like(hidden[:, 0])",
         "target = torch.zeros_like(hidden[:, -1])",
@@ -180,11 +155,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the last of two dimensions is dimension 1",
     (
         "ondevice/methods/mesp/mlx/model.py",
-        "self.weights.announce(layer - 1)",
-        "self.weights.announce(layer % 1)",
-    ): "another block is read ahead: only its time is lost",
-    (
-        "ondevice/methods/mesp/mlx/model.py",
         "return places.astype(np.int32), following.reshape(-1)[places]",
         "return places.astype(np.int32), following.reshape(- 2)[places]",
     ): "NumPy takes any negative size as the one to be found",
@@ -194,24 +164,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         '"settings": {name: value for name, value in asdict(settings).items() if name is not "dims"},',
     ): "Python has one object of a field's name",
     (
-        "ondevice/methods/mesp/mlx/program.py",
-        'name = f"{stage}#{number}" if len(traces) > 1 else stage',
-        'name = f"{stage}#{number}" if len(traces) < 1 else stage',
-    ): "one can: no test looks at the names of several traces yet",
-    (
-        "ondevice/methods/mesp/torch/mlp.py",
-        "return m + times(y, scale)",
-        "return m ^ times(y, scale)",
-    ): "one can: no test reaches it yet",
-    (
         "ondevice/methods/mesp/mlx/model.py",
         'total += float(mx.sum(outputs.pop("nll")[: high - low]))',
         'total += float(mx.sum(outputs.pop("nll")[: high | low]))',
     ): "what fills up the last chunk weighs nothing",
-    (
-        "ondevice/methods/mesp/mlx/model.py",
-        'found[low:high] = np.array(outputs["nll"])[: high - low]',
-        'found[low:high] = np.array(outputs["nll"])[: high ^ low]',
-    ): "not understood yet: a chunk that is not full does not show it",
 }
 """(module, line before, line after) to the reason."""

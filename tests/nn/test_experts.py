@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear, silu
 
+from ondevice.nn import experts as experts_module
 from ondevice.nn.experts import ExpertLora, grouped_linear, mixture, pair_of, peft_layout
 from tests.sampling import part_of
 
@@ -157,3 +159,36 @@ def test_a_pair_of_all_experts_has_peft_s_layout() -> None:
         torch.testing.assert_close(pair.b_EOR[expert] @ pair.a_ERI[expert], change)
     back_a, back_b = peft_layout(pair.a_ERI, pair.b_EOR)
     assert torch.equal(back_a, a) and torch.equal(back_b, b.t())
+
+
+@pytest.mark.skipif(experts_module._grouped_mm is None, reason="torch before 2.10")
+def test_the_kernel_for_all_experts_is_the_product_of_each(monkeypatch) -> None:
+    """In float32 also a CPU has it; an expert in the middle has no row."""
+    random = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(*shape, generator=random) for shape in ((7, 16), (3, 8, 16)))
+    ends = torch.tensor([4, 4, 7])
+    expected = grouped_linear(rows, weight, ends)
+    monkeypatch.setattr(experts_module, "_grouped", lambda *_: True)
+    torch.testing.assert_close(grouped_linear(rows, weight, ends), expected)
+
+
+@pytest.mark.skipif(experts_module._grouped_mm is None, reason="torch before 2.10")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype", "grouped"),
+    [
+        (8, 16, torch.bfloat16, True),
+        (12, 16, torch.bfloat16, False),
+        (8, 20, torch.bfloat16, False),
+        (8, 16, torch.float32, False),
+    ],
+)
+def test_the_kernel_for_all_experts_takes_rows_of_whole_16_bytes(
+    outputs: int, inputs: int, dtype: torch.dtype, grouped: bool, monkeypatch
+) -> None:
+    """Tensors of a GPU, without one."""
+    capability = experts_module.GROUPED_CAPABILITY
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        rows = torch.empty(5, inputs, device="cuda", dtype=dtype)
+        weight = torch.empty(3, outputs, inputs, device="cuda", dtype=dtype)
+        assert experts_module._grouped(rows, weight) == grouped

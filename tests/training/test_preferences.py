@@ -193,6 +193,7 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
         (thumbs(), {"objective": "dpo"}),
         (pairs(), {"train_on_prompt": True}),
         (pairs(), {"packing": True}),
+        (pairs(), {"group_by_length": True}),
         (pairs(), {"objective": "accuracy", "method": "prge"}),
         (pairs(), {"objective": "dpo", "margin": 1.0}),
         (pairs(), {"loss": "answers"}),

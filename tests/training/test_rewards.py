@@ -216,6 +216,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "prge"}, "does not learn from rewards"),
     ({"group_size": 1}, "group_size"),
     ({"packing": True}, "does not go with rewards"),
+    ({"group_by_length": True}, "does not go with rewards"),
     ({"objective": "dpo", "reward": None, "beta": 0.0}, "beta is above 0"),
     ({"answer_tokens": 4096}, "longer than the model takes"),
 ]
@@ -237,7 +238,7 @@ def test_what_a_run_refuses_its_dry_run_refuses(
     method = values.pop("method", "lora")
     arguments = ["train", "tiny:llama", "--data", str(rows), "--method", method, "--out", "dry"]
     for name, value in values.items():
-        section = "data" if name == "packing" else "train"
+        section = "data" if name in ("packing", "group_by_length") else "train"
         if value is not None:
             arguments += ["--set", f"{section}.{name}={value}"]
     done = CliRunner().invoke(app, [*arguments, "--dry-run"])

@@ -140,6 +140,14 @@ def test_the_manifest_lists_all_inputs_and_outputs_and_every_array_is_freed(arti
         == program["functions"].keys()
         == {path.stem for path in (folder / "functions").iterdir()}
     )
+    for stage in stages:  # each trace of a stage has a name, as each length has one of its own
+        names = {name for name in manifest.program_spec.methods if name.split("#")[0] == stage}
+        assert names in ({stage}, {f"{stage}#{number}" for number in range(len(names))})
+    lengths = [
+        next(one.shape[1] for one in manifest.program_spec.methods[name].inputs if one.name == "x")
+        for name in ("final_norm#0", "final_norm#1")
+    ]
+    assert sorted(lengths) == list(LENGTHS)
     for length in LENGTHS:
         bucket = program["lengths"][str(length)]
         lists = [(name, one[name]) for one in (bucket, *bucket["others"]) for name in LEFT]

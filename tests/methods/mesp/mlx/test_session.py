@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -172,11 +173,31 @@ def test_the_last_chunk_of_a_loss_need_not_be_full(folder) -> None:
     for row, place in ((0, 0), (0, 3), (0, 5), (1, 2), (1, 4)):
         labels[row, place] = ids[row, place]
     whole, chunks = opened(folder), opened(folder, loss_chunk_tokens=3)
-    expected, received = (session.evaluate(ids, labels) for session in (whole, chunks))
-    assert received[1].tolist() == expected[1].tolist() == [2, 2]
-    np.testing.assert_allclose(received[0], expected[0], rtol=1e-5)
-    losses = [session.step(ids, labels, 0, 1e-2).loss for session in (whole, chunks)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    filled = opened(folder, loss_chunk_tokens=3)
+    filled.model.fixed_chunks = True  # as a program's session has them
+    expected, *others = (session.evaluate(ids, labels) for session in (whole, chunks, filled))
+    loss = whole.step(ids, labels, 0, 1e-2).loss
+    for session, received in zip((chunks, filled), others, strict=True):
+        assert received[1].tolist() == expected[1].tolist() == [2, 2]
+        np.testing.assert_allclose(received[0], expected[0], rtol=1e-5)
+        assert session.step(ids, labels, 0, 1e-2).loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+def test_the_next_block_of_either_pass_is_read_ahead(folder, monkeypatch) -> None:
+    session = opened(folder, weight_placement="streamed")
+    blocks = session.model.weights.blocks
+    layers = {block.file.file.fileno(): layer for layer, block in enumerate(blocks)}
+    ahead: list[int] = []
+    advise = os.posix_fadvise
+
+    def note(number: int, *rest: int) -> None:
+        advise(number, *rest)
+        ahead.append(layers[number])
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    session.step(*batch(2), 0, 1e-2)
+    assert ahead == [1, 2, 1, 0]
 
 
 def test_the_adapter_goes_out_and_in_and_to_torch(folder) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from ondevice.methods.mesp.block_modules import seen
+from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.graphed import TOKENS, StepGraphs, bucket
 from ondevice.methods.mesp.torch.kernels import TorchKernels
 from ondevice.models.load import tiny_model
@@ -51,6 +53,11 @@ def check_exact(opened: Any, family: str, tolerance: float) -> None:
 @pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 20, "recompute": "none"}])
 def test_fused_passes_give_the_exact_gradients(family, chosen) -> None:
     check_exact(opened_with(FusedTorch(), family, **chosen), family, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_passes_with_a_graph_s_kernels_give_the_exact_gradients(family) -> None:
+    check_exact(opened_with(GraphKernels(seen(21, 0)), family), family, 1e-5)
 
 
 @needs_interpreter

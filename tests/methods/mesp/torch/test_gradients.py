@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from ondevice.methods.mesp.config import ALL_TARGETS
 from ondevice.methods.mesp.torch import kernels
@@ -218,6 +219,25 @@ def test_a_chunk_of_queries_has_so_many_scores() -> None:
     assert kernels.CHUNK_QUERIES < large < 4096
     assert kernels.chunk_queries(rows, heads, 4096, gpu=True) == large
     assert kernels.chunk_queries(1, 1, 7) == kernels.chunk_queries(1, 1, 7, gpu=True) == 7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "in_chunks"),
+    [
+        (torch.float16, 64, False),
+        (torch.bfloat16, 256, False),
+        (torch.bfloat16, 264, True),
+        (torch.float16, 60, True),
+        (torch.float32, 64, True),
+    ],
+)
+def test_heads_that_flash_attention_cannot_take_are_computed_in_chunks(
+    dtype: torch.dtype, width: int, in_chunks: bool
+) -> None:
+    """Tensors of a GPU, without one: a choice reads shape, dtype and device only."""
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 5, heads, width, device="cuda", dtype=dtype) for heads in (4, 2))
+        assert (kernels.algorithm_for(q, k, k) == "chunks") == in_chunks
 
 
 def test_a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s() -> None:
