@@ -108,7 +108,7 @@ def main() -> None:
 
     args = parse_args(__doc__, more)
     names = args.forms.split(",") if args.forms else ["int8"] if args.shapes else [*PROGRAMS]
-    if args.layers and not args.forms:
+    if args.layers and "llama.cpp" in names and not args.forms:
         names.remove("llama.cpp")  # it reads whole models
     told = _told(args, names)
     rows: list[dict[str, Any]] = []
