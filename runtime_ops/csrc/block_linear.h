@@ -123,7 +123,7 @@ void block_linear(const float* x, int64_t rows, const Matrix& w, bool transposed
 
 // The same with products of integers, of rows that were rounded (with W's scales as factors if `transposed`).
 template <typename Parallel>
-void multiply_rounded(const Rounded& x, int64_t rows, const Matrix& w, bool transposed, const Added& added, float* y,
+void multiply_rounded(const Grouped& x, int64_t rows, const Matrix& w, bool transposed, const Added& added, float* y,
                       const Parallel& parallel) {
   const int64_t width = transposed ? w.inputs : w.outputs;
   if (rows <= 0 || width <= 0) return;
@@ -168,10 +168,11 @@ template <typename Parallel>
 void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool transposed, const Added& added,
                            float* y, const Parallel& parallel) {
   const auto serial = [](int64_t tasks, const auto& f) { f(0, tasks); };
+  Grouped grouped;
   if (w.kind == Matrix::kQ4 && !transposed) {
     if (rows == 1) {
       static thread_local Grouped row;
-      round_groups(x, 1, w.inputs, row, serial);
+      round_groups(x, 1, w.inputs, nullptr, row, serial);
       split_row(row, padded_groups(w));
       const Grouped* shared = &row;  // the workers' own is another
       const auto products = [&](int64_t begin, int64_t end, float* sums) {
@@ -179,32 +180,30 @@ void block_linear_integers(const float* x, int64_t rows, const Matrix& w, bool t
       };
       return block_linear_row(w, added, y, products, parallel);
     }
-    Grouped grouped;
-    round_groups(x, rows, w.inputs, grouped, parallel);
+    round_groups(x, rows, w.inputs, nullptr, grouped, parallel);
     multiply_groups(grouped, rows, w, added, y, parallel);
     return;
   }
-  Rounded rounded;
   if (w.kind == Matrix::kQ4) {
     std::vector<float> scales;
     q4_row_scales(w, scales, parallel);
     Matrix scaled = w;
     scaled.scales = scales.data();
-    round_rows(x, rows, w.outputs, scaled.scales, rounded, parallel);
-    multiply_rounded(rounded, rows, scaled, true, added, y, parallel);
+    round_groups(x, rows, w.outputs, scaled.scales, grouped, parallel);
+    multiply_rounded(grouped, rows, scaled, true, added, y, parallel);
     return;
   }
   if (rows == 1 && !transposed) {
-    static thread_local Rounded row;
-    round_rows(x, 1, w.inputs, nullptr, row, serial);
-    const Rounded* shared = &row;  // the workers' own is another
+    static thread_local Grouped row;
+    round_groups(x, 1, w.inputs, nullptr, row, serial);
+    const Grouped* shared = &row;  // the workers' own is another
     const auto products = [&](int64_t begin, int64_t end, float* sums) {
       q8_row_products(*shared, w, begin, end, sums);
     };
     return block_linear_row(w, added, y, products, parallel);
   }
-  round_rows(x, rows, transposed ? w.outputs : w.inputs, transposed ? w.scales : nullptr, rounded, parallel);
-  multiply_rounded(rounded, rows, w, transposed, added, y, parallel);
+  round_groups(x, rows, transposed ? w.outputs : w.inputs, transposed ? w.scales : nullptr, grouped, parallel);
+  multiply_rounded(grouped, rows, w, transposed, added, y, parallel);
 }
 
 // x W^T with LoRA's A [rank, inputs] and B [rank, outputs] where an adapter has them: `added.h` and `added.b` are set

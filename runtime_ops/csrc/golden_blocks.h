@@ -43,31 +43,76 @@ struct DrawnMatrix {
   }
 };
 
-// The same of 4 bits, with scales that are 1: sums of integers, exact in float32.
+// Rows of levels, with scales that are 1: sums of integers, exact in float32.
+ondevice::Grouped some_grouped(int64_t rows, int64_t depth) {
+  ondevice::Grouped x;
+  x.groups = (depth + ondevice::kQ4Group - 1) / ondevice::kQ4Group;
+  x.stride = x.groups * ondevice::kQ4Group;
+  x.levels.assign(static_cast<size_t>(rows * x.stride), 0);
+  x.totals.assign(static_cast<size_t>(rows * x.groups), 0);
+  x.scales.assign(static_cast<size_t>(rows * x.groups), 1.0f);
+  const auto bytes = some_bytes(1, rows * depth);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const uint8_t byte = bytes[static_cast<size_t>(row * depth + k)];
+      const int8_t level = static_cast<int8_t>(byte == 128 ? -127 : byte);
+      x.levels[static_cast<size_t>(row * x.stride + k)] = level;
+      x.totals[static_cast<size_t>(row * x.groups + k / ondevice::kQ4Group)] += level;
+    }
+  }
+  for (const int32_t total : x.totals) x.sums.push_back(static_cast<float>(total));
+  return x;
+}
+
+void expect_exactly(const std::string& what, const ondevice::IntegerForm& form, int32_t expected, float received) {
+  if (received == static_cast<float>(expected)) return;
+  fail(1, what + " in " + form.name + ": expected " + std::to_string(expected) + ", received " +
+              std::to_string(received));
+}
+
+void check_q8_form(const ondevice::IntegerForm& form) {
+  const int64_t rows = 29, depth = 70;
+  std::vector<uint8_t> bytes = some_bytes(2, ondevice::kColumns * depth);
+  std::memset(bytes.data(), 128, 40);  // -128, the level that has no opposite
+  const auto* levels = reinterpret_cast<const int8_t*>(bytes.data());
+  const std::vector<float> ones(static_cast<size_t>(ondevice::kColumns), 1.0f);
+  const ondevice::Matrix w{ondevice::Matrix::kInt8, levels, ones.data(), nullptr, nullptr, ondevice::kColumns, depth};
+  const auto x = some_grouped(rows, depth);
+  std::vector<int8_t> panel(static_cast<size_t>(x.stride * ondevice::kColumns));
+  std::vector<float> sums(static_cast<size_t>(rows * ondevice::kColumns));
+  ondevice::pack_integers(w, false, 0, ondevice::kColumns, 0, depth, panel.data());
+  form.q8_tile(ondevice::GroupedRows(x, 0, 0), rows, panel.data(), x.groups, sums.data());
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < ondevice::kColumns; ++j) {
+      int32_t expected = 0;
+      for (int64_t k = 0; k < depth; ++k) {
+        expected += x.levels[static_cast<size_t>(row * x.stride + k)] * levels[j * depth + k];
+      }
+      expect_exactly("products with 8 bits", form, expected, sums[static_cast<size_t>(row * ondevice::kColumns + j)]);
+    }
+  }
+}
+
 void check_q4_form(const ondevice::IntegerForm& form) {
   const int64_t rows = 7, depth = 96, groups = depth / ondevice::kQ4Group;
-  const auto bytes = some_bytes(1, rows * depth), packed = some_bytes(2, ondevice::kColumns * depth / 2);
+  const auto packed = some_bytes(2, ondevice::kColumns * depth / 2);
   const std::vector<uint16_t> ones(static_cast<size_t>(ondevice::kColumns * groups), 0x3C00);
   const ondevice::Matrix w{ondevice::Matrix::kQ4, packed.data(),        nullptr, ones.data(),
                            ones.data(),           ondevice::kColumns, depth};
-  std::vector<int8_t> q;
-  for (const uint8_t byte : bytes) q.push_back(static_cast<int8_t>(byte == 128 ? -127 : byte));
+  const auto x = some_grouped(rows, depth);
   std::vector<int8_t> panel(static_cast<size_t>(depth * ondevice::kColumns));
   std::vector<float> scales(static_cast<size_t>(groups * ondevice::kColumns)), minima = scales;
-  std::vector<float> factors(static_cast<size_t>(rows * groups), 1.0f), sums(static_cast<size_t>(rows * ondevice::kColumns));
+  std::vector<float> sums(static_cast<size_t>(rows * ondevice::kColumns));
   ondevice::pack_q4(w, 0, ondevice::kColumns, 0, depth, panel.data(), scales.data(), minima.data());
-  form.q4_tile(q.data(), depth, factors.data(), groups, rows, panel.data(), scales.data(), groups, sums.data());
+  form.q4_tile(ondevice::GroupedRows(x, 0, 0), rows, panel.data(), scales.data(), groups, sums.data());
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = 0; j < ondevice::kColumns; ++j) {
       int32_t expected = 0;
       for (int64_t k = 0; k < depth; ++k) {
         const uint8_t both = packed[static_cast<size_t>((j * depth + k) / 2)];
-        expected += q[static_cast<size_t>(row * depth + k)] * (k % 2 ? both & 15 : both >> 4);
+        expected += x.levels[static_cast<size_t>(row * depth + k)] * (k % 2 ? both & 15 : both >> 4);
       }
-      const float received = sums[static_cast<size_t>(row * ondevice::kColumns + j)];
-      if (received == static_cast<float>(expected)) continue;
-      fail(1, std::string("products with 4 bits in ") + form.name + ": expected " + std::to_string(expected) +
-                  ", received " + std::to_string(received));
+      expect_exactly("products with 4 bits", form, expected, sums[static_cast<size_t>(row * ondevice::kColumns + j)]);
     }
   }
 }
@@ -75,77 +120,46 @@ void check_q4_form(const ondevice::IntegerForm& form) {
 // One row by the same W, with scales and minima that are 1.
 void check_q4_rows(const ondevice::IntegerForm& form) {
   const int64_t depth = 608, outputs = 37, groups = depth / ondevice::kQ4Group;
-  const auto bytes = some_bytes(1, depth), packed = some_bytes(2, outputs * depth / 2);
+  const auto packed = some_bytes(2, outputs * depth / 2);
   const std::vector<uint16_t> ones(static_cast<size_t>(outputs * groups), 0x3C00);
   const ondevice::Matrix w{ondevice::Matrix::kQ4, packed.data(), nullptr, ones.data(), ones.data(), outputs, depth};
-  ondevice::Grouped row;
+  ondevice::Grouped row = some_grouped(1, depth);
   std::vector<int32_t> expected(static_cast<size_t>(outputs));
   for (int64_t k = 0; k < depth; ++k) {
-    const int8_t level = static_cast<int8_t>(bytes[static_cast<size_t>(k)] == 128 ? -127 : bytes[static_cast<size_t>(k)]);
-    row.levels.push_back(level);
-    if (k % ondevice::kQ4Group == 0) row.sums.push_back(0.0f);
-    row.sums.back() += static_cast<float>(level);
     for (int64_t j = 0; j < outputs; ++j) {
       const uint8_t both = packed[static_cast<size_t>((j * depth + k) / 2)];
-      expected[static_cast<size_t>(j)] += level * (1 + (k % 2 ? both & 15 : both >> 4));
+      expected[static_cast<size_t>(j)] += row.levels[static_cast<size_t>(k)] * (1 + (k % 2 ? both & 15 : both >> 4));
     }
   }
-  row.scales.assign(static_cast<size_t>(groups), 1.0f);
   ondevice::split_row(row, ondevice::padded_groups(w));
   std::vector<float> sums(static_cast<size_t>(outputs));
   form.q4_rows(w, 0, 20, row.levels.data(), row.scales.data(), row.sums.data(), sums.data());
   form.q4_rows(w, 20, outputs, row.levels.data(), row.scales.data(), row.sums.data(), sums.data() + 20);
-  for (size_t j = 0; j < sums.size(); ++j) {
-    if (sums[j] == static_cast<float>(expected[j])) continue;
-    fail(1, std::string("a row's products with 4 bits in ") + form.name + ": expected " + std::to_string(expected[j]) +
-                ", received " + std::to_string(sums[j]));
-  }
+  for (size_t j = 0; j < sums.size(); ++j) expect_exactly("a row's products with 4 bits", form, expected[j], sums[j]);
 }
 
 // One row by levels of 8 bits, whose last k fill no vector.
 void check_q8_rows(const ondevice::IntegerForm& form) {
-  const int64_t depth = 198, outputs = 37;
-  const int32_t zero = 93;
-  const auto u = some_bytes(1, depth), bytes = some_bytes(2, outputs * depth);
+  const int64_t depth = 230, outputs = 37;
+  const auto bytes = some_bytes(2, outputs * depth);
   const auto* levels = reinterpret_cast<const int8_t*>(bytes.data());
-  std::vector<int32_t> sums(static_cast<size_t>(outputs));
-  form.q8_rows(levels, depth, outputs, u.data(), zero, depth, sums.data());
+  const auto x = some_grouped(1, depth);
+  std::vector<float> sums(static_cast<size_t>(outputs));
+  form.q8_rows(levels, depth, outputs, x.levels.data(), x.scales.data(), depth, sums.data());
   for (int64_t row = 0; row < outputs; ++row) {
     int32_t expected = 0;
-    for (int64_t k = 0; k < depth; ++k) expected += (u[static_cast<size_t>(k)] - zero) * levels[row * depth + k];
-    const int32_t received = sums[static_cast<size_t>(row)];
-    if (expected == received) continue;
-    fail(1, std::string("a row's products with 8 bits in ") + form.name + ": expected " + std::to_string(expected) +
-                ", received " + std::to_string(received));
+    for (int64_t k = 0; k < depth; ++k) expected += x.levels[static_cast<size_t>(k)] * levels[row * depth + k];
+    expect_exactly("a row's products with 8 bits", form, expected, sums[static_cast<size_t>(row)]);
   }
 }
 
 // Products of integers in every form that this processor has, which the environment does not choose.
 void check_integer_forms() {
-  const int64_t rows = 29, depth = 70, quads = (depth + 3) / 4;
-  const DrawnMatrix drawn("int8", ondevice::kColumns, depth);
-  std::vector<int8_t> panel(static_cast<size_t>(4 * quads * ondevice::kColumns));
-  ondevice::pack_integers(drawn.matrix, false, 0, ondevice::kColumns, 0, depth, panel.data());
-  auto u = some_bytes(1, rows * 4 * quads);
-  const auto* levels = static_cast<const int8_t*>(drawn.matrix.data);
   int count;
   const ondevice::IntegerForm* forms = ondevice::integer_forms(&count);
   for (int i = 0; i < count; ++i) {
     if (!forms[i].available()) continue;
-    std::vector<int32_t> sums(static_cast<size_t>(rows * ondevice::kColumns));
-    forms[i].tile(u.data(), 4 * quads, rows, panel.data(), quads, sums.data());
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t j = 0; j < ondevice::kColumns; ++j) {
-        int32_t expected = 0;
-        for (int64_t k = 0; k < depth; ++k) {
-          expected += (u[row * 4 * quads + k] - forms[i].offset) * levels[j * depth + k];
-        }
-        const int32_t received = sums[row * ondevice::kColumns + j];
-        if (expected == received) continue;
-        fail(1, std::string("products of integers in ") + forms[i].name + ": expected " +
-                    std::to_string(expected) + ", received " + std::to_string(received));
-      }
-    }
+    check_q8_form(forms[i]);
     check_q4_form(forms[i]);
     check_q4_rows(forms[i]);
     check_q8_rows(forms[i]);

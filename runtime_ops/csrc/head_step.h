@@ -35,8 +35,8 @@ inline void head_part(const float* x, int64_t rows, const Matrix& head, bool int
   std::vector<float> logits(static_cast<size_t>(rows * kHeadChunk));
   const Added nothing{nullptr, nullptr, nullptr, nullptr, 0, 1.0f};
   const Added sums{nullptr, nullptr, nullptr, part.sums.data(), 0, 1.0f};
-  Rounded rounded;
-  if (integers) round_rows(x, rows, depth, nullptr, rounded, serial);
+  Grouped rounded;
+  if (integers) round_groups(x, rows, depth, nullptr, rounded, serial);
   for (int64_t first = low; first < high; first += kHeadChunk) {
     const int64_t count = high - first < kHeadChunk ? high - first : kHeadChunk;
     const Matrix some = head.rows(first, count);

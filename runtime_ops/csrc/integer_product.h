@@ -1,8 +1,8 @@
-// Products of rows that are rounded to 8 bits as they come with a matrix that lies in 8 bits: sums of integers,
-// exact, so that every processor has the same.
+// Products of rows that are rounded to 8 bits as they come with a matrix that lies in 8 or 4 bits: sums of 32 integers,
+// exact, times the scale that these 32 of the row share.
 //
-// A row x is u in 0..255 with x near scale (u - zero). A panel holds four consecutive k of 32 columns as
-// [k / 4][column][4]. `integer_tile` multiplies; the form of it is chosen when the program runs.
+// A panel holds four consecutive k of 32 columns as [k / 4][column][4]. Tiles multiply; the form of them is chosen when
+// the program runs.
 #pragma once
 
 #include <memory>
@@ -17,39 +17,52 @@ constexpr int64_t kIntegerDepth = 2048;                          // of a panel a
 constexpr int64_t kIntegerPanel = kIntegerDepth * kColumns;      // bytes
 constexpr int64_t kIntegerRows = 12;                             // of a tile at most
 
-typedef uint8_t LevelVec __attribute__((vector_size(kLanes)));
 typedef int8_t SignedVec __attribute__((vector_size(kLanes)));
 
-struct Rounded {
-  std::vector<uint8_t> levels;  // [rows, stride], zeros behind a row's end
-  std::vector<float> scales;    // [rows]
-  std::vector<int32_t> zeros;   // [rows]
-  int64_t stride = 0;
+// Rows in groups of 32 that each have a scale: activations have outliers, and what shares a scale with one is lost.
+struct Grouped {
+  std::vector<int8_t> levels;   // [rows, stride], in -127..127, zeros behind a row's end
+  std::vector<float> scales;    // [rows, groups]
+  std::vector<int32_t> totals;  // [rows, groups]: of a group's levels
+  std::vector<float> sums;      // the same, scaled
+  int64_t groups = 0, stride = 0;
 };
 
-// sums[i][j] = sum over k of u[i * stride + k] w[k / 4][j][k % 4] for 32 columns; `quads` is depth / 4. Its
-// result may lack `offset` times the column's sum: of the form that takes signed bytes.
-using IntegerTile = void (*)(const uint8_t* u, int64_t stride, int64_t rows, const int8_t* panel, int64_t quads,
-                             int32_t* sums);
+// What a tile reads of them, from some row and group on.
+struct GroupedRows {
+  const int8_t* levels;
+  const float* scales;
+  const int32_t* totals;
+  int64_t groups, stride;
 
-// sums[i][j] = sum over groups g of factors[i * groups_of_row + g] scales[g][j] times the sum over the group's 32 k of
-// q[i * stride + k] level[k / 4][j][k % 4], for 32 columns; q is in -127..127, levels in 0..15.
-using Q4Tile = void (*)(const int8_t* q, int64_t stride, const float* factors, int64_t groups_of_row, int64_t rows,
-                        const int8_t* panel, const float* scales, int64_t groups, float* sums);
+  GroupedRows(const Grouped& x, int64_t row, int64_t group)
+      : levels(x.levels.data() + row * x.stride + group * kQ4Group),
+        scales(x.scales.data() + row * x.groups + group),
+        totals(x.totals.data() + row * x.groups + group),
+        groups(x.groups),
+        stride(x.stride) {}
+};
+
+// sums[i][j] = sum over groups g of scale[i][g] times the sum over the group's 32 k of level[i][k] w[k / 4][j][k % 4], for
+// 32 columns.
+using Q8Tile = void (*)(const GroupedRows& x, int64_t rows, const int8_t* panel, int64_t groups, float* sums);
+
+// The same with scales[g][j] as another factor, and w in 0..15.
+using Q4Tile = void (*)(const GroupedRows& x, int64_t rows, const int8_t* panel, const float* scales, int64_t groups,
+                        float* sums);
 
 // sums[row - begin] = W[row] x for rows of a W of 4 bits and one row of x as `split_row` leaves it.
 using Q4Rows = void (*)(const Matrix& w, int64_t begin, int64_t end, const int8_t* q, const float* factors,
                         const float* x_sums, float* sums);
 
-// sums[row] = sum over k of (u[k] - zero) levels[row * stride + k], exact up to a length of kIntegerDepth.
-using Q8Rows = void (*)(const int8_t* levels, int64_t stride, int64_t rows, const uint8_t* u, int32_t zero,
-                        int64_t length, int32_t* sums);
+// sums[row] = sum over k of levels[row * stride + k] q[k] factors[k / 32].
+using Q8Rows = void (*)(const int8_t* levels, int64_t stride, int64_t rows, const int8_t* q, const float* factors,
+                        int64_t length, float* sums);
 
 struct IntegerForm {
   const char* name;
   bool (*available)();
-  IntegerTile tile;
-  int32_t offset;
+  Q8Tile q8_tile;
   Q4Tile q4_tile;
   Q4Rows q4_rows;
   Q8Rows q8_rows;
@@ -62,86 +75,28 @@ const IntegerForm& integer_form();
 
 // Round rows of x, multiplied by `factors` [length] if given.
 template <typename Parallel>
-void round_rows(const float* x, int64_t rows, int64_t length, const float* factors, Rounded& out,
-                const Parallel& parallel) {
-  out.stride = (length + 3) / 4 * 4;
+void round_groups(const float* x, int64_t rows, int64_t length, const float* factors, Grouped& out,
+                  const Parallel& parallel) {
+  const int64_t groups = (length + kQ4Group - 1) / kQ4Group;
+  out.groups = groups;
+  out.stride = groups * kQ4Group;
   out.levels.resize(static_cast<size_t>(rows * out.stride));
-  out.scales.resize(static_cast<size_t>(rows));
-  out.zeros.resize(static_cast<size_t>(rows));
-  parallel(rows, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch scratch;
-    float* __restrict scaled = scratch.get(length);
-    for (int64_t row = begin; row < end; ++row) {
-      const float* __restrict values = x + row * length;
-      if (factors) {
-        for (int64_t k = 0; k < length; ++k) scaled[k] = values[k] * factors[k];
-        values = scaled;
-      }
-      Vec lows = Vec{}, highs = Vec{}, none = Vec{};  // `none` stays 0 but for values that are not finite
-      int64_t k = 0;
-      for (; k + kLanes <= length; k += kLanes) {
-        const Vec v = load(values + k);
-        lows = v < lows ? v : lows;
-        highs = v > highs ? v : highs;
-        none += v * 0.0f;
-      }
-      float low = 0.0f, high = 0.0f, not_finite = 0.0f;
-      for (int i = 0; i < kLanes; ++i) {
-        not_finite += none[i];
-        low = lows[i] < low ? lows[i] : low;
-        high = highs[i] > high ? highs[i] : high;
-      }
-      for (; k < length; ++k) {
-        low = values[k] < low ? values[k] : low;
-        high = values[k] > high ? values[k] : high;
-        not_finite += values[k] * 0.0f;
-      }
-      uint8_t* __restrict levels = out.levels.data() + row * out.stride;
-      if (!(not_finite == 0.0f)) {  // the products are not finite either, and whoever looks sees it
-        std::memset(levels, 0, static_cast<size_t>(out.stride));
-        out.scales[static_cast<size_t>(row)] = not_finite;
-        out.zeros[static_cast<size_t>(row)] = 0;
-        continue;
-      }
-      const float scale = high > low ? (high - low) / 255.0f : 1.0f, inverse = 1.0f / scale;
-      const float zero = static_cast<float>(static_cast<int32_t>(-low * inverse + 0.5f));
-      out.scales[static_cast<size_t>(row)] = scale;
-      out.zeros[static_cast<size_t>(row)] = static_cast<int32_t>(zero);
-      // Not negative but by rounding: truncation of a half more rounds.
-      for (k = 0; k + kLanes <= length; k += kLanes) {
-        Vec level = load(values + k) * inverse + (zero + 0.5f);
-        level = level > Vec{} ? level : Vec{};
-        level = level < splat(255.0f) ? level : splat(255.0f);
-        const LevelVec bytes = __builtin_convertvector(__builtin_convertvector(level, IntVec), LevelVec);
-        std::memcpy(levels + k, &bytes, sizeof bytes);
-      }
-      for (; k < length; ++k) {
-        float level = values[k] * inverse + (zero + 0.5f);
-        level = level < 0.0f ? 0.0f : level > 255.0f ? 255.0f : level;
-        levels[k] = static_cast<uint8_t>(static_cast<int32_t>(level));
-      }
-      for (; k < out.stride; ++k) levels[k] = 0;
-    }
-  });
-}
-
-// Rows in groups of 32 that each have a scale: activations have outliers, and what shares a scale with one is lost.
-struct Grouped {
-  std::vector<int8_t> levels;   // [rows, length], in -127..127
-  std::vector<float> scales;    // [rows, length / 32]
-  std::vector<float> sums;      // [rows, length / 32]: of a group's rounded numbers
-};
-
-// Round rows of x; `length` is a multiple of 32.
-template <typename Parallel>
-void round_groups(const float* x, int64_t rows, int64_t length, Grouped& out, const Parallel& parallel) {
-  const int64_t groups = length / kQ4Group;
-  out.levels.resize(static_cast<size_t>(rows * length));
   out.scales.resize(static_cast<size_t>(rows * groups));
+  out.totals.resize(static_cast<size_t>(rows * groups));
   out.sums.resize(static_cast<size_t>(rows * groups));
   parallel(rows, [&](int64_t begin, int64_t end) {
+    alignas(64) float some[kQ4Group];
     for (int64_t at = begin * groups; at < end * groups; ++at) {
-      const float* values = x + at * kQ4Group;
+      const int64_t first = at % groups * kQ4Group, count = length - first < kQ4Group ? length - first : kQ4Group;
+      const float* values = x + at / groups * length + first;
+      if (count < kQ4Group) {
+        std::memset(some, 0, sizeof some);
+        for (int64_t k = 0; k < count; ++k) some[k] = factors ? values[k] * factors[first + k] : values[k];
+        values = some;
+      } else if (factors) {
+        for (int64_t k = 0; k < kQ4Group; ++k) some[k] = values[k] * factors[first + k];
+        values = some;
+      }
       Vec most = Vec{}, none = Vec{};  // `none` stays 0 but for values that are not finite
       for (int64_t k = 0; k < kQ4Group; k += kLanes) {
         const Vec v = load(values + k), size = v < Vec{} ? -v : v;
@@ -157,6 +112,7 @@ void round_groups(const float* x, int64_t rows, int64_t length, Grouped& out, co
       const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
       if (!(not_finite == 0.0f)) {  // the products are not finite either, and whoever looks sees it
         std::memset(levels, 0, kQ4Group);
+        out.totals[static_cast<size_t>(at)] = 0;
         out.scales[static_cast<size_t>(at)] = out.sums[static_cast<size_t>(at)] = not_finite;
         continue;
       }
@@ -172,6 +128,7 @@ void round_groups(const float* x, int64_t rows, int64_t length, Grouped& out, co
       int32_t sum = 0;
       for (int i = 0; i < kLanes; ++i) sum += total[i];
       out.scales[static_cast<size_t>(at)] = scale;
+      out.totals[static_cast<size_t>(at)] = sum;
       out.sums[static_cast<size_t>(at)] = scale * static_cast<float>(sum);
     }
   });
@@ -202,7 +159,6 @@ void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, in
 inline void multiply_grouped(const Grouped& x, int64_t rows, const Matrix& w, int64_t column, int64_t columns,
                              int8_t* panel, float* y, int64_t ldy, bool add) {
   const IntegerForm& form = integer_form();
-  const int64_t of_row = w.inputs / kQ4Group;
   float* scales = reinterpret_cast<float*>(panel + kIntegerPanel);
   float* minima = scales + kIntegerDepth;
   alignas(64) float sums[kIntegerRows * kColumns];
@@ -210,11 +166,10 @@ inline void multiply_grouped(const Grouped& x, int64_t rows, const Matrix& w, in
     const int64_t depth = w.inputs - first < kIntegerDepth ? w.inputs - first : kIntegerDepth;
     const int64_t group = first / kQ4Group, groups = depth / kQ4Group;
     pack_q4(w, column, columns, first, depth, panel, scales, minima);
-    multiply_columns(x.sums.data() + group, of_row, 1, rows, groups, minima, kColumns, y, ldy, columns, add);
+    multiply_columns(x.sums.data() + group, x.groups, 1, rows, groups, minima, kColumns, y, ldy, columns, add);
     for (int64_t row = 0; row < rows; row += kIntegerRows) {
       const int64_t count = rows - row < kIntegerRows ? rows - row : kIntegerRows;
-      form.q4_tile(x.levels.data() + row * w.inputs + first, w.inputs, x.scales.data() + row * of_row + group, of_row,
-                   count, panel, scales, groups, sums);
+      form.q4_tile(GroupedRows(x, row, group), count, panel, scales, groups, sums);
       for (int64_t i = 0; i < count; ++i) {
         float* __restrict to = y + (row + i) * ldy;
         for (int64_t j = 0; j < columns; ++j) to[j] += sums[i * kColumns + j];
@@ -251,38 +206,28 @@ void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t col
 // kIntegerPanel bytes. begin(row, count) and end(row, count) are called before and behind the sums of so many rows of
 // y, while these are in the nearest cache; begin says whether it wrote them.
 template <typename Begin, typename End>
-void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, bool transposed, int64_t column,
+void multiply_integers(const Grouped& x, int64_t rows, const Matrix& w, bool transposed, int64_t column,
                        int64_t columns, int8_t* panel, float* y, int64_t ldy, const Begin& begin, const End& end) {
   const IntegerForm& form = integer_form();
   const int64_t length = transposed ? w.outputs : w.inputs;
-  alignas(64) int32_t sums[kIntegerRows * kColumns], totals[kColumns];
-  uint8_t ones[kIntegerDepth];
-  std::memset(ones, 1 + form.offset, sizeof ones);
-  alignas(64) float factors[kColumns];
+  alignas(64) float sums[kIntegerRows * kColumns], factors[kColumns];
   for (int64_t j = 0; j < kColumns; ++j) factors[j] = transposed || j >= columns ? 1.0f : w.scales[column + j];
   for (int64_t first = 0; first < length; first += kIntegerDepth) {
-    const int64_t depth = length - first < kIntegerDepth ? length - first : kIntegerDepth, quads = (depth + 3) / 4;
+    const int64_t depth = length - first < kIntegerDepth ? length - first : kIntegerDepth;
     pack_integers(w, transposed, column, columns, first, depth, panel);
-    form.tile(ones, kIntegerDepth, 1, panel, quads, totals);
     for (int64_t row = 0; row < rows; row += kIntegerRows) {
       const int64_t count = rows - row < kIntegerRows ? rows - row : kIntegerRows;
       const bool add = first > 0 || begin(row, count);
-      form.tile(x.levels.data() + row * x.stride + first, x.stride, count, panel, quads, sums);
+      form.q8_tile(GroupedRows(x, row, first / kQ4Group), count, panel, (depth + kQ4Group - 1) / kQ4Group, sums);
       for (int64_t i = 0; i < count; ++i) {
-        const float scale = x.scales[static_cast<size_t>(row + i)];
-        const int32_t zero = x.zeros[static_cast<size_t>(row + i)] - form.offset;
         float* __restrict to = y + (row + i) * ldy;
-        const int32_t* __restrict from = sums + i * kColumns;
-        float values[kColumns];
-        for (int64_t j = 0; j < kColumns; ++j) {
-          values[j] = scale * static_cast<float>(from[j] - zero * totals[j]) * factors[j];
-        }
+        const float* __restrict from = sums + i * kColumns;
         if (columns < kColumns) {
-          for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + values[j];
+          for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + from[j] * factors[j];
         } else if (add) {
-          for (int64_t j = 0; j < kColumns; ++j) to[j] += values[j];
+          for (int64_t j = 0; j < kColumns; ++j) to[j] += from[j] * factors[j];
         } else {
-          std::memcpy(to, values, sizeof values);
+          for (int64_t j = 0; j < kColumns; ++j) to[j] = from[j] * factors[j];
         }
       }
       if (first + depth == length) end(row, count);
@@ -292,22 +237,10 @@ void multiply_integers(const Rounded& x, int64_t rows, const Matrix& w, bool tra
 
 // sums[row - begin] = W[row] x for the rows [begin, end) of a W of 8 bits and one row of x, as `multiply_integers`
 // computes it, but without panels.
-inline void q8_row_products(const Rounded& x, const Matrix& w, int64_t begin, int64_t end, float* sums) {
-  constexpr int64_t kSome = 64;
-  int32_t integers[kSome];
-  for (int64_t row = begin; row < end; row += kSome) {
-    const int64_t count = end - row < kSome ? end - row : kSome;
-    float* __restrict to = sums + row - begin;
-    for (int64_t first = 0; first < w.inputs; first += kIntegerDepth) {
-      const int64_t depth = w.inputs - first < kIntegerDepth ? w.inputs - first : kIntegerDepth;
-      const int8_t* levels = static_cast<const int8_t*>(w.data) + row * w.inputs + first;
-      integer_form().q8_rows(levels, w.inputs, count, x.levels.data() + first, x.zeros[0], depth, integers);
-      for (int64_t j = 0; j < count; ++j) {
-        const float value = x.scales[0] * static_cast<float>(integers[j]) * w.scales[row + j];
-        to[j] = first ? to[j] + value : value;
-      }
-    }
-  }
+inline void q8_row_products(const Grouped& x, const Matrix& w, int64_t begin, int64_t end, float* sums) {
+  const int8_t* levels = static_cast<const int8_t*>(w.data) + begin * w.inputs;
+  integer_form().q8_rows(levels, w.inputs, end - begin, x.levels.data(), x.scales.data(), w.inputs, sums);
+  for (int64_t row = begin; row < end; ++row) sums[row - begin] *= w.scales[row];
 }
 
 }  // namespace ondevice

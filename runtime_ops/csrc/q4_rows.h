@@ -1,5 +1,5 @@
-// A form of `q4_rows`: included once for each, behind q4_tile.h, `signed_at`, `nibbles` (the high and the low halves of
-// bytes, each a `Half`), `dot_half`, `halves_at` (kSumLanes numbers of 16 bits as floats), `added_lanes` (their sum) and
+// A form of `q4_rows`: included once for each, behind grouped_tile.h, `signed_at` (levels of a row), `nibbles` (the high
+// and the low halves of bytes, each a `Half`), `halves_at` (kSumLanes numbers of 16 bits as floats), `added_lanes` (their sum) and
 // `of_groups` (a factor for each group, in the lanes that its sums are in).
 static void q4_rows(const Matrix& w, int64_t begin, int64_t end, const int8_t* q, const float* factors,
                     const float* x_sums, float* sums) {
@@ -45,8 +45,9 @@ static void q4_rows(const Matrix& w, int64_t begin, int64_t end, const int8_t* q
         __builtin_prefetch(bytes + at + kAhead);
         Half high, low;
         nibbles(from, high, low);
-        const Part part = dot_half(dot_half(Part{}, signed_at(q + at), high), signed_at(odds + at), low);
-        acc += __builtin_convertvector(whole(part), Floats) * of_groups(scales + group);
+        FourBits::Part part{};
+        part = FourBits::dot(FourBits::dot(part, signed_at(q + at), high), signed_at(odds + at), low);
+        acc += __builtin_convertvector(FourBits::whole(part), Floats) * of_groups(scales + group);
       }
     }
     sums[row - begin] = added_lanes(acc);

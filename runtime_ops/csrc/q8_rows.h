@@ -1,27 +1,32 @@
-// A form of `q8_rows`: included once for each, behind integer_tile.h, kOffset (what `row_at` takes from each level),
-// `row_at` (levels of one row, of as many k as a `Packed` has) and `dot_row`, all for one kind of processor.
+// A form of `q8_rows`: included once for each, behind grouped_tile.h, q4_rows.h, `signed_at` (levels of one row, of as
+// many k as `Weights` has) and `of_whole_groups` (a factor for each group, in the lanes that its sums are in).
 //
 // A row at a time: rows lie one behind another, and one stream is read twice as fast as four that are interleaved.
-static void q8_rows(const int8_t* levels, int64_t stride, int64_t rows, const uint8_t* u, int32_t zero, int64_t length,
-                    int32_t* sums) {
-  constexpr int64_t kStep = 4 * kSumLanes;
-  uint8_t ones[kStep];
-  std::memset(ones, 1 + kOffset, sizeof ones);
-  const Row one = row_at(ones);
+static void q8_rows(const int8_t* levels, int64_t stride, int64_t rows, const int8_t* q, const float* factors,
+                    int64_t length, float* sums) {
+  constexpr int64_t kStep = 4 * kSumLanes, kLength = kStep > kQ4Group ? kStep : kQ4Group;
+  int8_t none[kStep] = {};
   for (int64_t row = 0; row < rows; ++row) {
     const int8_t* from = levels + row * stride;
-    Sums acc = Sums{}, totals = Sums{};
+    Floats acc = Floats{};
     int64_t k = 0;
-    for (; k + kStep <= length; k += kStep) {
+    for (; k + kLength <= length; k += kLength) {
       __builtin_prefetch(from + k + kAhead);
-      const Packed weights = unpack(from + k);
-      acc = dot_row(acc, row_at(u + k), weights);
-      totals = dot_row(totals, one, weights);
+      EightBits::Part part{};
+#pragma GCC unroll 2
+      for (int64_t i = k; i < k + kLength; i += kStep) {
+        part = EightBits::dot(part, signed_at(q + i), EightBits::weights(from + i));
+        if (EightBits::kAbove) part -= EightBits::dot(EightBits::Part{}, signed_at(q + i), EightBits::weights(none));
+      }
+      acc += __builtin_convertvector(EightBits::whole(part), Floats) * of_whole_groups(factors + k / kQ4Group);
     }
-    const Sums both = acc - (zero - kOffset) * totals;
-    int32_t sum = 0;
-    for (int lane = 0; lane < kSumLanes; ++lane) sum += both[lane];
-    for (; k < length; ++k) sum += (u[k] - zero) * from[k];
+    float sum = added_lanes(acc);
+    while (k < length) {
+      const int64_t group = k / kQ4Group, end = (group + 1) * kQ4Group < length ? (group + 1) * kQ4Group : length;
+      int32_t some = 0;
+      for (; k < end; ++k) some += q[k] * from[k];
+      sum += static_cast<float>(some) * factors[group];
+    }
     sums[row] = sum;
   }
 }

@@ -133,7 +133,7 @@ def test_products_with_frozen_matrices_match_float64(form, transposed):
 def test_products_of_integers_are_those_of_the_rounded_rows(transposed):
     torch.manual_seed(0)
     sizes = [(1, 33, 66, 0), (27, 35, 2053, 3), (130, 2050, 37, 8)]
-    # A level that float32 rounds to the other side of a half is one of 255.
+    # A level that float32 rounds to the other side of a half is one of 254 of its group.
     check(*(linear("int8", *size, transposed, integers=True) for size in sizes), limit=3e-4)
 
 
@@ -157,20 +157,29 @@ def test_products_of_integers_with_four_bits_are_those_of_the_rounded_rows(trans
         (13, 70, 96, 300),
     ]
     # A level of x that float32 rounds to the other side of a half is one of 254 of its group, for
-    # g W one of 255 of its row, or of W's.
+    # g W also one of W's row.
     check(*(linear("q4", *size, transposed, integers=True) for size in sizes), limit=3e-4)
 
 
-def test_an_outlier_costs_only_its_group_in_products_with_four_bits():
+@pytest.mark.parametrize(
+    ("form", "transposed"), [("int8", False), ("int8", True), ("q4", False), ("q4", True)]
+)
+def test_an_outlier_costs_only_its_group_in_products_of_integers(form, transposed):
     torch.manual_seed(0)
-    op, (x, *rest) = linear("q4", 13, 70, 576, 0, False, integers=True)
+    outputs, inputs = (576, 64) if transposed else (70, 576)
+    op, (x, *rest) = linear(form, 13, outputs, inputs, 0, transposed, integers=True)
     x[:, 5] = 3000.0
     (result,) = run((op, (x, *rest)))
     (exact,) = references((op, (x, *rest[:-1], False)))
-    of_outlier = 3000.0 * block_ops.dense(*rest[:3])[:, 5].double()
+    matrix = block_ops.dense(*rest[:3]).double()
+    if transposed and form == "q4":  # W is rounded too, and with an outlier that counts
+        levels, rows = block_ops.in_8_bits(matrix, *(part.double() for part in rest[1:3]))
+        matrix = levels * rows[:, None]
+        exact = x.double() @ matrix
+    of_outlier = 3000.0 * (matrix[5] if transposed else matrix[:, 5])
     error = (result.double() - exact).norm() / (exact - of_outlier).norm()
     # The outlier's 31 neighbours are lost, 0.23 of the norm; with a scale a row all 575 were.
-    assert error <= 0.3
+    assert error <= 0.35
 
 
 def test_groups_of_zeros_and_rows_that_are_not_finite_in_products_with_four_bits():
