@@ -171,14 +171,6 @@ def elapsed(root: Path) -> float:
     return median(row["step_s"]) / median(row["step_cpu_s"])
 
 
-def integers(root: Path) -> float:
-    """CPU seconds of a step in products of integers."""
-    rows = rows_of(root, "mesp/blocks_kernels/amd-epyc-2-cores")
-    return median(
-        next(row for row in rows if row["program"] == "blocks, products of integers")["step_cpu_s"]
-    )
-
-
 def unrolled(root: Path) -> float:
     rows = {
         row["form"]: row for row in rows_of(root, "prge/npu_rows/intel-r-xeon-r-processor-2-cores")
@@ -218,7 +210,6 @@ def epsilon_of_answers(root: Path) -> float:
 
 COMPUTED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/results/android.md", "1.6"): unrolled,
-    ("docs/results/export.md", "0.488"): integers,
     ("docs/results/fleet.md", "4.7"): epsilon_of_answers,
     ("docs/results/mesp.md", "0.61"): elapsed,
     ("docs/results/revffn.md", "1.82"): full_on_alpaca,
