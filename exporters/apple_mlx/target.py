@@ -206,7 +206,9 @@ class AppleMlx(Exporter):
         session = self.open(folder, manifest)
         config = method_config(manifest.method["name"], manifest.method)
         dtype = self._program(folder, manifest)["dtype"]
-        files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
+        files = open_model(
+            source, revision=manifest.model.revision, dtype=dtype, packed=True, text=True
+        )
         check_model(files, source, manifest)
         reference = open_session(files, config, session.seed, backend="mlx")
         steps = request.steps or DEFAULT_STEPS
@@ -271,7 +273,9 @@ def compare(
 
 def _files(job: ExportJob) -> ModelFiles:
     model = job.model
-    return open_model(model.source, revision=model.revision, dtype=model.dtype, packed=True)
+    return open_model(
+        model.source, revision=model.revision, dtype=model.dtype, packed=True, text=True
+    )
 
 
 def readme(manifest: Manifest, functions_folder: str) -> str:

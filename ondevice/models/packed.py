@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.base import BLOCKS, in_checkpoint, quiet_transformers
 from ondevice.models.load import DTYPES, LoadedModel, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
@@ -35,6 +35,9 @@ QUANTIZATION = {
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }
 """`quantization_config` of `config.json`."""
+
+BLOCKS_KEY = "ondevice_blocks"
+"""Of `config.json` of a checkpoint's language model: `Family.blocks`."""
 
 
 def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
@@ -57,7 +60,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
         for target in family.targets(layer):
             linear = family.linear(layer, target)
             if isinstance(linear, PackedLinear):
-                packed[family.linear_name(layer, target)] = linear
+                packed[family.own_name(family.linear_name(layer, target))] = linear
     for name, linear in packed.items():
         for key, value in linear.matrix.tensors().items():
             tensors[_file_name(name, key)] = value.contiguous()
@@ -73,6 +76,8 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
         **model.config.to_dict(),
         "dtype": str(family.head_weight.dtype).removeprefix("torch."),
     }
+    if family.blocks != BLOCKS:
+        config[BLOCKS_KEY] = family.blocks
     if packed:
         config["quantization_config"] = dict(QUANTIZATION[kind])
         if kind == "nf4":
@@ -95,6 +100,7 @@ def load_packed(
 
     config = read_object(folder / "config.json", ArtifactError, hint="copy it again")
     family = family_for(config.get("model_type"), str(folder / "config.json"))
+    family = in_checkpoint(family, str(config.pop(BLOCKS_KEY, BLOCKS)))
     dtype = config.get("dtype")
     if dtype not in DTYPES:
         raise ArtifactError(
