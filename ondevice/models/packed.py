@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
 from ondevice.models.families.base import BLOCKS, in_checkpoint, quiet_transformers
@@ -108,16 +107,16 @@ def load_packed(
         )
     kind = _kind(config.pop("quantization_config", None), folder)
     empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
-    biases = {name for name, _ in _stored(empty.model)} - dict(
-        empty.model.named_parameters()
-    ).keys()
+    # Experts' matrices, the bias of their choice, a delta rule's decay: of no layer of their own.
+    whole = {name for name, _ in _stored(empty.model) if not name.endswith((".weight", ".bias"))}
+    buffers = whole - dict(empty.model.named_parameters()).keys()
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
-                if is_expert_parameter(name) or name in biases:
+                if name in whole:
                     value = file.get_tensor(name)
-                    kept = value if name in biases else value.to(getattr(torch, dtype))
+                    kept = value if name in buffers else value.to(getattr(torch, dtype))
                     _put_whole(empty, name, kept)
                     continue
                 groups.setdefault(_owner(name), []).append(name)
@@ -213,8 +212,7 @@ def _stored(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _put_whole(model: Family, name: str, stored: torch.Tensor) -> None:
-    """Put the matrices of a layer's experts, or the bias of their choice, which have no module of
-    their own, in their place."""
+    """Put a tensor that has no module of its own in its place."""
     from torch.nn import Buffer, Parameter
 
     owner, _, leaf = name.rpartition(".")
