@@ -299,7 +299,9 @@ class ExecutorchTarget(Exporter):
             ArtifactError: the model is not the one that was exported.
         """
         source = request.model or manifest.model.source
-        loaded = load_text_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+        loaded = load_text_model(
+            source, revision=manifest.model.revision, dtype="float32", device="cpu"
+        )
         check_model(loaded, source, manifest)
         lowering = manifest.generator.lowering
         export = ExportConfig.parse(

@@ -26,7 +26,7 @@ ROWS = [{"prompt": f"{n} and {n}?", "completion": f" {2 * n} it is"} for n in ra
 IDS = torch.arange(1, 10)[None] * 11 % 250
 EXPORTS = [
     ("Mistral-Small-3.2-24B-Instruct", "android-cpu", "mesp"),
-    ("gemma-3-4b-it", "android-cpu", "prge"),
+    ("gemma-3-4b-it", "jetson", "prge"),
     ("Qwen3.5-0.8B", "apple-mlx", "mesp"),
     ("gemma-3-4b-it", "apple-mlx", "mesp"),
     ("Qwen3.5-0.8B", "jetson", "mesp"),

@@ -60,9 +60,7 @@ class LoraSession(AdamWSession):
             torch.manual_seed(seed)
             self.peft_model = _inject(peft, loaded.model, settings)
         named = {
-            loaded.family.adapter_name(
-                name.removeprefix(PREFIX).replace(".default", "")
-            ): parameter
+            loaded.family.adapter_name(name.removeprefix(PREFIX).replace(".default", "")): parameter
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
