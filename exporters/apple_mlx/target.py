@@ -35,6 +35,7 @@ from ondevice.exporters.base import (
     write_task,
 )
 from ondevice.models import open_model, save_tokenizer
+from ondevice.models.text_model import text_family
 
 if TYPE_CHECKING:
     from ondevice.core.program import StagesProgram
@@ -207,7 +208,7 @@ class AppleMlx(Exporter):
         config = method_config(manifest.method["name"], manifest.method)
         dtype = self._program(folder, manifest)["dtype"]
         files = open_model(
-            source, revision=manifest.model.revision, dtype=dtype, packed=True, text=True
+            source, revision=manifest.model.revision, dtype=dtype, packed=True, text=text_family
         )
         check_model(files, source, manifest)
         reference = open_session(files, config, session.seed, backend="mlx")
@@ -274,7 +275,7 @@ def compare(
 def _files(job: ExportJob) -> ModelFiles:
     model = job.model
     return open_model(
-        model.source, revision=model.revision, dtype=model.dtype, packed=True, text=True
+        model.source, revision=model.revision, dtype=model.dtype, packed=True, text=text_family
     )
 
 

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from ondevice.models.load import DTYPES, load_tokenizer, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources import resolve as sources
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo, check_head
-from ondevice.models.text_model import text_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TextFamily = Callable[[str, "str | None"], "tuple[ModelDims, type[Family], dict[str, Any]]"]
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,14 @@ def open_model(
     dtype: str = "float32",
     verify: bool = False,
     packed: bool = False,
-    text: bool = False,
+    text: TextFamily | None = None,
 ) -> ModelFiles:
     """Find a model, fetch and convert it if needed, and check its files' headers; arguments as
     `load_model`'s.
 
     Args:
         packed: a model that mlx-lm has packed will do.
-        text: of a checkpoint that also reads images, open the language model.
+        text: `text_family`, to open the language model of a checkpoint that also reads images.
 
     Raises:
         ModelError: as `load_model`; or the model has no files (`tiny:FAMILY`).
@@ -97,8 +100,8 @@ def open_model(
         config, where = sources.config_of(source, revision)
         packing = mlx_packing(config, where)
     fields = None
-    if text and packing is None and not source.endswith(".gguf"):
-        dims, family, values = text_family(source, revision)
+    if text is not None and packing is None and not source.endswith(".gguf"):
+        dims, family, values = text(source, revision)
         fields = values if family.blocks != BLOCKS else None
     elif packing is None:
         dims = read_dims(source, revision)

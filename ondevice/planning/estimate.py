@@ -13,7 +13,6 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
-from ondevice.models.text_model import text_dims
 from ondevice.objectives import objective, objective_names
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.request import Request, StepTime, step_time
@@ -248,8 +247,6 @@ def plan(
     if isinstance(model_source, str | Path):
         name = str(model_source)
         dims = read_dims(str(model_source), revision)
-        if export is not None and dims.whole:
-            dims, _ = text_dims(name, revision)  # a program is of the language model
     elif not hasattr(model_source, "family"):
         raise ConfigError(
             "a model of the wrong type",
