@@ -18,7 +18,7 @@ from ondevice.exporters.executorch.blocks_model import can_generate, check_block
 from ondevice.exporters.executorch.packed import has_answers
 from ondevice.exporters.executorch.session import ExecutorchSession
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
-from ondevice.models import load_model
+from ondevice.models.text_model import load_text_model
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -135,7 +135,7 @@ class AndroidCpu(ExecutorchTarget):
             )
         if quantize not in program.rounded or program.rounding is None:
             return agreement.values, []
-        loaded = load_model(
+        loaded = load_text_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
         )
         plain = job.export.model_copy(update={"quantize": "none"})
@@ -180,7 +180,7 @@ class AndroidCpu(ExecutorchTarget):
 
             source = request.model or manifest.model.source
             # Again: the program's own copy was rounded.
-            loaded = load_model(
+            loaded = load_text_model(
                 source, revision=manifest.model.revision, dtype="float32", device="cpu"
             )
             try:

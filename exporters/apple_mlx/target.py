@@ -35,6 +35,7 @@ from ondevice.exporters.base import (
     write_task,
 )
 from ondevice.models import open_model, save_tokenizer
+from ondevice.models.text_model import text_family
 
 if TYPE_CHECKING:
     from ondevice.core.program import StagesProgram
@@ -206,7 +207,9 @@ class AppleMlx(Exporter):
         session = self.open(folder, manifest)
         config = method_config(manifest.method["name"], manifest.method)
         dtype = self._program(folder, manifest)["dtype"]
-        files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
+        files = open_model(
+            source, revision=manifest.model.revision, dtype=dtype, packed=True, text=text_family
+        )
         check_model(files, source, manifest)
         reference = open_session(files, config, session.seed, backend="mlx")
         steps = request.steps or DEFAULT_STEPS
@@ -271,7 +274,9 @@ def compare(
 
 def _files(job: ExportJob) -> ModelFiles:
     model = job.model
-    return open_model(model.source, revision=model.revision, dtype=model.dtype, packed=True)
+    return open_model(
+        model.source, revision=model.revision, dtype=model.dtype, packed=True, text=text_family
+    )
 
 
 def readme(manifest: Manifest, functions_folder: str) -> str:

@@ -33,7 +33,8 @@ from ondevice.exporters.base import (
     write_task,
 )
 from ondevice.exporters.cuda import describe
-from ondevice.models import families_with, load_model, read_dims, save_tokenizer
+from ondevice.models import families_with, save_tokenizer
+from ondevice.models.text_model import load_text_model, text_dims
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -72,7 +73,7 @@ class Cuda(Exporter):
             return [*problems, self.no_program(job.method)]
         problems += _settings(job) + program.problems(job.method)
         try:
-            dims = read_dims(job.model.source, job.model.revision)
+            dims, _ = text_dims(job.model.source, job.model.revision)
             return problems + _sizes(job, dims)
         except OndeviceError as error:
             return [*problems, error.reason]
@@ -90,7 +91,7 @@ class Cuda(Exporter):
 
         dtype = self.spec.dtype(job.model)
         log.info("loading %s", job.model.source)
-        loaded = load_model(
+        loaded = load_text_model(
             job.model.source, revision=job.model.revision, dtype=dtype, device="cpu"
         )
         began = time.monotonic()
@@ -167,7 +168,7 @@ class Cuda(Exporter):
         request.refuse_directions(manifest.target)
         source = request.model or manifest.model.source
         session = self.open(folder, manifest)
-        loaded: Any = load_model(
+        loaded: Any = load_text_model(
             source, revision=manifest.model.revision, dtype=session.dtype, device="cpu"
         )
         check_model(loaded, source, manifest)

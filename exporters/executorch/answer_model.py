@@ -165,7 +165,9 @@ class AnswerBlock(nn.Module):
         self.linears = nn.ModuleDict()
         for target in family.linear_targets:
             name = family.weight_path(number, target)
-            self.linears[target] = Adapted(family.module(name), pairs.get(name), rank)
+            self.linears[target] = Adapted(
+                family.module(name), pairs.get(family.adapter_name(name)), rank
+            )
         half, kept = dims.head_dim // 2, (1, context, dims.kv_heads, dims.head_dim)
         turn = torch.zeros(dims.head_dim, dims.head_dim)
         turn[range(half), range(half, 2 * half)] = -1.0

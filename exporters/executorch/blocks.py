@@ -23,9 +23,11 @@ from ondevice.core.manifest import EXPERT, LAYER_INPUT
 from ondevice.core.program import FUSED
 from ondevice.core.session import IGNORE, StepResult, Weigh
 from ondevice.core.untrusted import Refused, inside
+from ondevice.data.pictures import FIRST_ID
 from ondevice.exporters.executorch.blocks_head import Head
 from ondevice.exporters.executorch.blocks_model import BlocksModel
 from ondevice.exporters.executorch.experts import Experts
+from ondevice.exporters.executorch.pictures import HostTower
 from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
 from ondevice.generation.sample import answers_of
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.core.manifest import Manifest, TensorPort
+    from ondevice.data.pictures import Pictures
 
 LOSS_SCALE = "loss_scale"
 GRADIENTS = ("keys_gradient", "values_gradient")
@@ -88,11 +91,16 @@ class BlocksSession(ExecutorchSession):
         """Of the pass that runs: its ids and first input, if layers have inputs of their own; keys
         and values that several blocks read, and the sums of their gradients."""
         self._pass_size = ""
+        self.tower: HostTower | None = None
         self.head = Head(
             self.spec,
             lambda name, given, first: self._call_block(name, given, first=first),
             self.fused,
         )
+
+    def take_pictures(self, pictures: Pictures) -> None:
+        """Take rows with these pictures; see `Seeing`, and `HostTower.read` for errors."""
+        self.tower = HostTower(pictures, self.manifest.model)
 
     def _names(self, name: str, layers: Sequence[int]) -> Iterator[str]:
         """Give the names of a frozen input's tensors in the file."""
@@ -297,8 +305,10 @@ class BlocksSession(ExecutorchSession):
 
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
         """The input of every block if it is to be kept, and the last block's output, [N, D]."""
-        given = {"ids": _tensor(ids)}
+        given = {"ids": _tensor(np.where(ids >= FIRST_ID, 0, ids))}
         x = self._call_block(f"embed_{size}", given)["hidden"]
+        if self.tower is not None:
+            x = self.tower.place(ids, x)
         self._read = given | {"hidden": x}
         self._pass_size = size
         inputs = []

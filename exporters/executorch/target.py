@@ -36,7 +36,8 @@ from ondevice.exporters.base import (
 )
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
 from ondevice.exporters.executorch.readme import readme
-from ondevice.models import load_model, read_dims, save_tokenizer
+from ondevice.models import save_tokenizer
+from ondevice.models.text_model import load_text_model, text_dims
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -94,7 +95,7 @@ class ExecutorchTarget(Exporter):
         if program is None:
             return [*problems, self.no_program(job.method)]
         try:
-            dims = read_dims(job.model.source, job.model.revision)
+            dims, _ = text_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
             return [*problems, error.reason]
         try:
@@ -125,7 +126,7 @@ class ExecutorchTarget(Exporter):
         program = self.program(job.method)
         check_free(out, job.overwrite)
         log.info("loading %s", job.model.source)
-        loaded = load_model(
+        loaded = load_text_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
         )
         first: Mapping[str, np.ndarray] = {}
@@ -197,7 +198,7 @@ class ExecutorchTarget(Exporter):
             write_answers,
         )
 
-        loaded = load_model(
+        loaded = load_text_model(
             job.model.source, revision=job.model.revision, dtype="float32", device="cpu"
         )
         form = FORMS[job.export.quantize]
@@ -298,7 +299,9 @@ class ExecutorchTarget(Exporter):
             ArtifactError: the model is not the one that was exported.
         """
         source = request.model or manifest.model.source
-        loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+        loaded = load_text_model(
+            source, revision=manifest.model.revision, dtype="float32", device="cpu"
+        )
         check_model(loaded, source, manifest)
         lowering = manifest.generator.lowering
         export = ExportConfig.parse(

@@ -17,6 +17,7 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target
+from ondevice.core.session import Seeing, require
 from ondevice.data.examples import refuse_preferences
 from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.artifacts import plan_artifact
@@ -196,7 +197,7 @@ def check_artifact(
     options = options_of(adapter, resume=resume, overwrite=overwrite, rows=opened)
     settings, _ = with_objective(config.train, config.method, manifest, opened)
     config = config.model_copy(update={"train": settings})
-    check_program_run(config, manifest, artifact_tokenizer(folder), options)
+    check_program_run(config, manifest, _tokenizer(folder, manifest, config), options)
     return plan_artifact(folder, manifest, config.train.memory_limit_bytes)
 
 
@@ -224,10 +225,19 @@ def write_tokens(folder: Path, config: RunConfig, path: Path) -> int:
     return len(lines)
 
 
+def _tokenizer(folder: Path, manifest: Manifest, config: RunConfig) -> Any:
+    """Load an artifact's tokenizer; blocks of a checkpoint's language model take images, too."""
+    takes = manifest.program_spec.is_tower and config.train.objective == "loss"
+    return artifact_tokenizer(folder, manifest.model if takes else None)
+
+
 def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: Options) -> Trained:
     """Run `run_artifact`'s program, once the plan is known to fit."""
     session = target(manifest.target).open(folder, manifest)
-    rows = rows_of_program(config, manifest, artifact_tokenizer(folder), options)
+    tokenizer = _tokenizer(folder, manifest, config)
+    if pictures := getattr(tokenizer, "pictures", None):
+        require(session, Seeing).take_pictures(pictures)
+    rows = rows_of_program(config, manifest, tokenizer, options)
     identity = program_identity(manifest, config)
     return fit(
         session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed

@@ -221,6 +221,15 @@ class ProgramSpec(StrictConfig):
         return [i for i in range(self.layers) if not self.kinds or self.kinds[i] == kind]
 
     @property
+    def is_tower(self) -> bool:
+        """True for blocks of the language model of a checkpoint that has other towers: adapters have
+        the names of the whole."""
+        names = [entry.linear for entry in self.layout]
+        return self.shape == "blocks" and not any(
+            name.startswith("model.layers.") for name in names
+        )
+
+    @property
     def experts(self) -> int:
         """Experts of a layer, if blocks route their tokens to some of them; else 0."""
         ports = (port for method in self.methods.values() for port in method.inputs)

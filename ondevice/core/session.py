@@ -453,6 +453,15 @@ class ProgramSession(Session):
     constants: dict[str, float]
 
 
+@runtime_checkable
+class Seeing(Protocol):
+    """A session of an artifact that takes rows with images."""
+
+    def take_pictures(self, pictures: Any) -> None:
+        """Take a run's `data.pictures.Pictures`; the exported checkpoint reads them."""
+        ...
+
+
 @dataclass(frozen=True)
 class OpenedNetwork:
     """A network that transformers cannot open by itself, opened by the method that trained it.

@@ -85,6 +85,11 @@ class Pictures:
         """True if a row had a picture."""
         return bool(self._known)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The pictures of the rows so far."""
+        return tuple(self._known)
+
     def mark_id(self, tokenizer: Any) -> int:
         """Return the token that stands for a picture before it is read.
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ondevice.core.manifest import ModelInfo
     from ondevice.nn.calibrated import Grid
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -405,8 +406,17 @@ def folder_of(info: SourceInfo) -> Path:
     return info.path
 
 
-def artifact_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer that an artifact carries."""
+def artifact_tokenizer(folder: Path, base: ModelInfo | None = None) -> Any:
+    """Load the tokenizer that an artifact carries; with `base`, the checkpoint that was exported,
+    it takes images as that one reads them."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))
+    tokenizer = AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))
+
+    def load(model: ModelInfo) -> Any:
+        place = folder_of(sources.resolve(model.source, model.revision))
+        return load_processor(place, str(sources.read_config(place).get("model_type")), tokenizer)
+
+    if base is not None:
+        setattr(tokenizer, "pictures", Pictures(lambda: load(base)))  # noqa: B010
+    return tokenizer

@@ -6,13 +6,14 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import Family, dims_of
+from ondevice.models.families.base import BLOCKS, Family, dims_of
 from ondevice.models.load import DTYPES, load_tokenizer, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources import resolve as sources
@@ -20,6 +21,9 @@ from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo, check_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TextFamily = Callable[[str, "str | None"], "tuple[ModelDims, type[Family], dict[str, Any]]"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class ModelFiles:
         dtype: precision to read the weights in: `float32`, `bfloat16` or `float16`.
         packed: bits and group size of matrices that mlx-lm has packed already; None for a model in
             full precision.
+        text: fields of the configuration of a checkpoint's language model, whose weights have other
+            names in the files (`text_name`); None for a model of text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -43,12 +49,18 @@ class ModelFiles:
     source: SourceInfo
     dtype: str
     packed: tuple[int, int] | None = None
+    text: dict[str, Any] | None = None
 
     @property
     def folder(self) -> Path:
         """The folder of the safetensors files."""
         assert self.source.path is not None  # noqa: S101 - `open_model` refuses models without files
         return self.source.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of `config.json`, of a checkpoint its language model's."""
+        return self.text or sources.read_config(self.folder)
 
 
 def check_has_files(source: str) -> None:
@@ -68,12 +80,14 @@ def open_model(
     dtype: str = "float32",
     verify: bool = False,
     packed: bool = False,
+    text: TextFamily | None = None,
 ) -> ModelFiles:
     """Find a model, fetch and convert it if needed, and check its files' headers; arguments as
     `load_model`'s.
 
     Args:
         packed: a model that mlx-lm has packed will do.
+        text: `text_family`, to open the language model of a checkpoint that also reads images.
 
     Raises:
         ModelError: as `load_model`; or the model has no files (`tiny:FAMILY`).
@@ -85,7 +99,11 @@ def open_model(
     if packed and not source.endswith(".gguf"):
         config, where = sources.config_of(source, revision)
         packing = mlx_packing(config, where)
-    if packing is None:
+    fields = None
+    if text is not None and packing is None and not source.endswith(".gguf"):
+        dims, family, values = text(source, revision)
+        fields = values if family.blocks != BLOCKS else None
+    elif packing is None:
         dims = read_dims(source, revision)
         family = family_for(dims.family, source)
     else:
@@ -102,9 +120,9 @@ def open_model(
     sources.check_weights(info.path, shapes)
     if dims.tied and sources.read_config(info.path).get("tie_word_embeddings") is False:
         dims = replace(dims, tied=False)  # of a hub id the weights are known only now
-    if not dims.tied:
+    if not dims.tied and fields is None:
         check_head(info.path)
-    return ModelFiles(load_tokenizer(source, revision), dims, family, info, dtype, packing)
+    return ModelFiles(load_tokenizer(source, revision), dims, family, info, dtype, packing, fields)
 
 
 def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:

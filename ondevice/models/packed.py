@@ -11,10 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.base import BLOCKS, in_checkpoint, quiet_transformers
 from ondevice.models.load import DTYPES, LoadedModel, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
@@ -35,6 +34,9 @@ QUANTIZATION = {
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }
 """`quantization_config` of `config.json`."""
+
+BLOCKS_KEY = "ondevice_blocks"
+"""Of `config.json` of a checkpoint's language model: `Family.blocks`."""
 
 
 def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
@@ -57,7 +59,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
         for target in family.targets(layer):
             linear = family.linear(layer, target)
             if isinstance(linear, PackedLinear):
-                packed[family.linear_name(layer, target)] = linear
+                packed[family.own_name(family.linear_name(layer, target))] = linear
     for name, linear in packed.items():
         for key, value in linear.matrix.tensors().items():
             tensors[_file_name(name, key)] = value.contiguous()
@@ -73,6 +75,8 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
         **model.config.to_dict(),
         "dtype": str(family.head_weight.dtype).removeprefix("torch."),
     }
+    if family.blocks != BLOCKS:
+        config[BLOCKS_KEY] = family.blocks
     if packed:
         config["quantization_config"] = dict(QUANTIZATION[kind])
         if kind == "nf4":
@@ -95,6 +99,7 @@ def load_packed(
 
     config = read_object(folder / "config.json", ArtifactError, hint="copy it again")
     family = family_for(config.get("model_type"), str(folder / "config.json"))
+    family = in_checkpoint(family, str(config.pop(BLOCKS_KEY, BLOCKS)))
     dtype = config.get("dtype")
     if dtype not in DTYPES:
         raise ArtifactError(
@@ -102,16 +107,16 @@ def load_packed(
         )
     kind = _kind(config.pop("quantization_config", None), folder)
     empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
-    biases = {name for name, _ in _stored(empty.model)} - dict(
-        empty.model.named_parameters()
-    ).keys()
+    # Experts' matrices, the bias of their choice, a delta rule's decay: of no layer of their own.
+    whole = {name for name, _ in _stored(empty.model) if not name.endswith((".weight", ".bias"))}
+    buffers = whole - dict(empty.model.named_parameters()).keys()
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
-                if is_expert_parameter(name) or name in biases:
+                if name in whole:
                     value = file.get_tensor(name)
-                    kept = value if name in biases else value.to(getattr(torch, dtype))
+                    kept = value if name in buffers else value.to(getattr(torch, dtype))
                     _put_whole(empty, name, kept)
                     continue
                 groups.setdefault(_owner(name), []).append(name)
@@ -207,8 +212,7 @@ def _stored(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _put_whole(model: Family, name: str, stored: torch.Tensor) -> None:
-    """Put the matrices of a layer's experts, or the bias of their choice, which have no module of
-    their own, in their place."""
+    """Put a tensor that has no module of its own in its place."""
     from torch.nn import Buffer, Parameter
 
     owner, _, leaf = name.rpartition(".")

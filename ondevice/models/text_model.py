@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
 from ondevice.core.session import Adapter
-from ondevice.models.families.base import Family, UnknownTrait, dims_of, quiet_transformers
+from ondevice.models.families.any_dims import AnyDims, find_blocks
+from ondevice.models.families.base import (
+    Family,
+    UnknownTrait,
+    dims_of,
+    in_checkpoint,
+    quiet_transformers,
+)
 from ondevice.models.families.towers import language_model, text_fields, tower_types
-from ondevice.models.load import read_dims, wrap
+from ondevice.models.load import load_model, read_dims, wrap
 from ondevice.models.registry import family_classes, family_for
 from ondevice.models.sources.resolve import config_of
 
@@ -26,6 +33,7 @@ SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "
 """Language models that compute what a family does, as long as they read only text: their three
 positions of a token are then one."""
 _TOWER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?(?=layers\.)")
+_STORED = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
 
 
 def text_dims(source: str, revision: str | None = None) -> tuple[ModelDims, type[Family]]:
@@ -46,6 +54,41 @@ def text_dims(source: str, revision: str | None = None) -> tuple[ModelDims, type
         return dims_of(known, fields, where), known
     except UnknownTrait:
         return dims, family_for(dims.family, source)
+
+
+def load_text_model(source: str, **options: Any) -> LoadedModel:
+    """Load a model, of a checkpoint its language model; adapters keep the checkpoint's names.
+
+    Options and errors are those of `load_model`.
+    """
+    whole = load_model(source, **options)
+    loaded = text_model(whole)
+    if loaded is whole:
+        return loaded
+    family = in_checkpoint(type(loaded.family), find_blocks(whole.model)[0])
+    return replace(loaded, family=family(loaded.model))
+
+
+def text_family(
+    source: str, revision: str | None = None
+) -> tuple[ModelDims, type[Family], dict[str, Any]]:
+    """Return `text_dims` with a family that names adapters as `load_text_model` does, and the
+    fields of the language model's configuration."""
+    dims, family = text_dims(source, revision)
+    values, _ = config_of(source, revision)
+    whole = read_dims(source, revision)
+    if dims.whole or not isinstance(whole, AnyDims):
+        return dims, family, values
+    return dims, in_checkpoint(family, whole.blocks), _fields(values)
+
+
+def text_name(stored: str) -> str:
+    """Return the name that a checkpoint's tensor has in its language model as a model of text."""
+    match = _STORED.match(stored)
+    if match is None:
+        return stored
+    rest = stored[match.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
 def text_model(loaded: LoadedModel) -> LoadedModel:

@@ -156,7 +156,7 @@ def round_model(
                 for target, weight in zip(targets, weights):
                     end = start + len(weight)
                     weight.data = dense[start:end].clone()
-                    name = f"{family.linear_name(layer, target)}.weight"
+                    name = f"{family.weight_path(layer, target)}.weight"
                     tops = None if grid.tops is None else grid.tops[start:end]
                     grids[name] = Grid(grid.scales[start:end], grid.mins[start:end], tops)
                     start = end

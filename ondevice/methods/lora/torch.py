@@ -50,8 +50,8 @@ class LoraSession(AdamWSession):
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
-            target_modules=linears,
-            target_parameters=experts or None,
+            target_modules=[*map(loaded.family.own_name, linears)],
+            target_parameters=[*map(loaded.family.own_name, experts)] or None,
         )
         with torch.random.fork_rng(), warnings.catch_warnings():
             # peft asks transformers for a name that it will drop: nothing that a user can do
@@ -60,7 +60,7 @@ class LoraSession(AdamWSession):
             torch.manual_seed(seed)
             self.peft_model = _inject(peft, loaded.model, settings)
         named = {
-            name.removeprefix(PREFIX).replace(".default", ""): parameter
+            loaded.family.adapter_name(name.removeprefix(PREFIX).replace(".default", "")): parameter
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }

@@ -462,7 +462,7 @@ def restore(loaded: LoadedModel, tensors: Mapping[str, np.ndarray]) -> None:
     """
     for layer in range(loaded.dims.layers):
         for target in loaded.family.targets(layer):
-            name = f"{loaded.family.linear_name(layer, target)}.weight"
+            name = f"{loaded.family.weight_path(layer, target)}.weight"
             parts = (name, f"{name}_scale", f"{name}_min", f"{name}_top")
             given = {one: torch.from_numpy(tensors[one]) for one in parts if one in tensors}
             grid, dense = Q4.unpack(name, given)

@@ -95,7 +95,7 @@ def lora_parameters(
     check_family(dims, known, what or "this form of mesp")
     listed: list[LoraParameters] = []
     for one in dims.adapted(config):
-        name = family.weight_path(one.layer, one.target)
+        name = family.adapter_name(family.weight_path(one.layer, one.target))
         shape = (one.inputs, one.outputs, one.experts)
         listed.append(LoraParameters(one.layer, one.target, name, len(listed), config.rank, *shape))
     return tuple(listed)

@@ -37,7 +37,7 @@ from ondevice.methods.prge.subspace import (
     to_arrays,
     write_subspace,
 )
-from ondevice.models import load_model
+from ondevice.models.text_model import load_text_model
 from ondevice.runtime_ops import graph
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ class ProgramSubspace:
         model = self.session.manifest.model
         settings = {"revision": model.revision, "dtype": "float32", "device": "cpu"}
         try:
-            loaded = load_model(model.source, **settings)
+            loaded = load_text_model(model.source, **settings)
             if loaded.source.sha256 == model.sha256:
                 return PrgeProgram(loaded.family, self.layout.small, self.config, graph.aten_normal)
             reason = f"{model.source} is another model by now"

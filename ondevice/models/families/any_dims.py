@@ -50,6 +50,7 @@ class AnyDims(ModelDims):
         matrix_count: of all matrices in the blocks, experts included.
         active_experts: of `experts`, those that a token passes through.
         guessed: sentences on sizes that the configuration does not say.
+        blocks: the list of blocks, by its name in the model.
         trait: what a family of this type does not do, in its words; empty if no family has this
             type.
     """
@@ -65,6 +66,7 @@ class AnyDims(ModelDims):
     active_count: int = 0
     active_experts: int = 0
     guessed: tuple[str, ...] = ()
+    blocks: str = ""
     trait: str = ""
 
     @property
@@ -216,7 +218,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
     from transformers.pytorch_utils import Conv1D
 
     text = model.config.get_text_config(decoder=True)
-    _, blocks = find_blocks(model)
+    blocks_name, blocks = find_blocks(model)
     linears = []
     for name, module in blocks.named_modules():
         if isinstance(module, nn.Linear):
@@ -293,6 +295,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
         active_count=int(matrices - expert_numbers * (1 - share)),
         active_experts=chosen if experts and expert_numbers else 0,
         guessed=tuple(guessed),
+        blocks=blocks_name,
     )
 
 

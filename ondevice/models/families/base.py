@@ -190,6 +190,10 @@ def _rope(
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
 
 
+BLOCKS = "model.layers"
+"""The list of blocks in a model of text."""
+
+
 class Family(GGUFFamily):
     """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
 
@@ -213,6 +217,9 @@ class Family(GGUFFamily):
     """The norm before the head, by its full name."""
     rotary: ClassVar[str] = "rotary_emb"
     """The module in `model.model` that gives cos and sin of positions."""
+    blocks: ClassVar[str] = BLOCKS
+    """The list of blocks in the names that adapters have: of a checkpoint's language model, its
+    place in the whole checkpoint."""
     stores_inputs_first: ClassVar[bool] = False
     """Its linear layers' weights are [inputs, outputs]."""
 
@@ -264,6 +271,20 @@ class Family(GGUFFamily):
     def weight_path(cls, i: int | str, target: str) -> str:
         """Return the full name of linear layer `target` of block `i`, in the files of transformers."""
         return f"model.layers.{i}.{_within(cls.linear_parents[target], target)}"
+
+    @classmethod
+    def adapter_name(cls, name: str) -> str:
+        """Return a linear layer's name in an adapter, from its name in the model."""
+        if name.startswith(f"{BLOCKS}."):
+            return cls.blocks + name.removeprefix(BLOCKS)
+        return name
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """Return a module's name in the model, from its name in an adapter."""
+        if name.startswith(f"{cls.blocks}."):
+            return BLOCKS + name.removeprefix(cls.blocks)
+        return name
 
     def targets(self, i: int) -> tuple[str, ...]:
         """Return those of `linear_targets` that block `i` has."""
@@ -369,16 +390,16 @@ class Family(GGUFFamily):
         setattr(self.layer(i).get_submodule(parent), name, module)
 
     def linear_name(self, i: int, target: str) -> str:
-        """Return the full name of that linear layer, as in PEFT adapters and state dictionaries."""
-        return f"model.layers.{i}.{_within(self._parent(target), target)}"
+        """Return the full name of that linear layer, as in PEFT adapters."""
+        return f"{self.blocks}.{i}.{_within(self._parent(target), target)}"
 
     def module(self, name: str) -> nn.Module:
         """Return a linear layer, or what replaces it, by its full name."""
-        return self.model.get_submodule(name)
+        return self.model.get_submodule(self.own_name(name))
 
     def replace(self, name: str, module: nn.Module) -> None:
         """Replace the layer of that full name by `module`."""
-        parent, _, last = name.rpartition(".")
+        parent, _, last = self.own_name(name).rpartition(".")
         setattr(self.model.get_submodule(parent), last, module)
 
     def check_adapted(self, names: list[str]) -> None:
@@ -511,3 +532,10 @@ def quiet_transformers() -> Iterator[None]:
         of_transformers.set_verbosity(level)
         if bars:
             of_transformers.enable_progress_bar()
+
+
+def in_checkpoint(family: type[Family], blocks: str) -> type[Family]:
+    """Return a family whose adapters have the names of a whole checkpoint; see `Family.blocks`."""
+    if blocks == family.blocks:
+        return family
+    return type(family.__name__, (family,), {"blocks": blocks})

@@ -58,7 +58,7 @@ def with_pictures(
     numbers = [picture_of(token) for token in tokens if token == first_id(token)]
     for number in numbers:
         if number not in seen:
-            seen[number] = _look(model, pictures, number)
+            seen[number] = look(model, pictures, number)
     parts = [seen[number] for number in numbers]
     mark = pictures.processor.image_token_id
     inputs = {
@@ -80,7 +80,7 @@ def first_id(token: int) -> int:
     return FIRST_ID + picture_of(token) * MOST_TOKENS
 
 
-def _look(model: Any, pictures: Pictures, number: int) -> SeenPicture:
+def look(model: Any, pictures: Pictures, number: int) -> SeenPicture:
     """Run the tower of vision on one picture."""
     import torch
 

@@ -43,6 +43,7 @@ from ondevice.methods.mesp.mlx.weights import (
     write_weights,
 )
 from ondevice.models import ModelFiles, family_classes
+from ondevice.models.families.base import in_checkpoint
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -330,6 +331,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         dims = ModelDims.from_manifest(manifest.model.dims)
         with well_formed(path, ArtifactError, hint="copy the artifact again"):
             settings = _settings(self.program["settings"], dims)
+            blocks = str(self.program["lora_parameters"][0]["A"]).partition(".layers.")[0]
             tiles = [(int(low), int(high)) for low, high in self.program["loss_tiles"]]
             lists = written(self.program)
             kinds = [int(kind) for kind in self.program.get("kinds", [0] * dims.layers)]
@@ -344,7 +346,8 @@ class MlxProgramSession(ProgramSession, MlxSession):
         model = Model(settings, weights, functions=functions, written=lists, kinds=kinds,
                       fixed_chunks=True)  # fmt: skip
         model.tiles = tiles
-        parameters = lora_parameters(dims, family_classes()[dims.family], config, IN_MLX)
+        family = in_checkpoint(family_classes()[dims.family], f"{blocks}.layers")
+        parameters = lora_parameters(dims, family, config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
         self.manifest = manifest
         self.seed = manifest.generator.seed

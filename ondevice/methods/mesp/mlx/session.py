@@ -34,7 +34,6 @@ from ondevice.methods.mesp.mlx.weights import (
     resident_weights,
     streamed_folder,
 )
-from ondevice.models.sources.resolve import read_config
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -338,7 +337,7 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
         dims=files.dims,
         target_modules=tuple(dict.fromkeys(part(one.target) for one in files.dims.adapted(config))),
         scale=config.scale,
-        rope=read_rope(read_config(files.folder), files.dims),
+        rope=read_rope(files.config, files.dims),
         bits=bits,
         group_size=group_size,
         dtype=files.dtype,

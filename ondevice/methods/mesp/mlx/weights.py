@@ -28,7 +28,9 @@ from ondevice.core.errors import ModelError
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts
+from ondevice.models.families.base import BLOCKS
 from ondevice.models.sources import cache
+from ondevice.models.text_model import text_name
 
 if TYPE_CHECKING:
     from ondevice.models import Family, ModelFiles
@@ -244,6 +246,9 @@ class Source:
         self.family = family
         self.dtype = getattr(mx, settings.dtype)
         self.files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
+        if family.blocks != BLOCKS:
+            for file in self.files:
+                file.entries = {text_name(name): entry for name, entry in file.entries.items()}
         self.of = {name: file for file in self.files for name in file.entries}
 
     def close(self) -> None:

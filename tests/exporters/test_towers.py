@@ -1,0 +1,82 @@
+"""A checkpoint that also reads images is exported as its language model, by the command; what a
+device trains has the names that peft gives in the whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForMultimodalLM
+
+from ondevice.artifact.adapter import load_adapter
+from ondevice.models import load_model, read_dims
+from ondevice.models.families.base import quiet_transformers
+from ondevice.models.text_model import load_text_model
+from ondevice.nn.adapters import apply_adapter
+from tests.cli.command import CommandLine, write_rows
+from tests.models.checkpoints import save_checkpoint
+
+ROWS = [{"prompt": f"{n} and {n}?", "completion": f" {2 * n} it is"} for n in range(4)]
+IDS = torch.arange(1, 10)[None] * 11 % 250
+EXPORTS = [
+    ("Mistral-Small-3.2-24B-Instruct", "android-cpu", "mesp"),
+    ("gemma-3-4b-it", "jetson", "prge"),
+    ("Qwen3.5-0.8B", "apple-mlx", "mesp"),
+    ("gemma-3-4b-it", "apple-mlx", "mesp"),
+    ("Qwen3.5-0.8B", "jetson", "mesp"),
+    ("gemma-3-4b-it", "jetson", "lora"),
+]
+
+
+def logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.numpy()
+
+
+@pytest.mark.parametrize(("name", "target", "method"), EXPORTS)
+def test_a_tower_is_exported_trained_and_merged_into_the_whole_checkpoint(
+    name: str, target: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if target == "apple-mlx":
+        pytest.importorskip("mlx.core")
+    command = CommandLine(capsys)
+    folder = save_checkpoint(tmp_path / "model", name)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    artifact, run = tmp_path / "artifact", tmp_path / "run"
+    settings = ["--set", "export.lengths_tokens=[32]", "--set", "method.rank=2"]
+    options = ["--target", target, "--method", method, *settings, "--set", "model.dtype=float32"]
+    done = command("export", "-m", folder, *options, "-o", artifact)
+    assert done.code == 0, done.err
+    done = command("run", artifact, "-d", rows, "-n", 3, "--lr", 0.01, "-o", run, "-q")
+    assert done.code == 0, done.err
+
+    trained = load_adapter(run / "adapter")
+    places = {
+        f"{read_dims(str(folder)).blocks}.{one.layer}.{one.target}"  # type: ignore[attr-defined]
+        for one in read_dims(str(folder)).linear_list
+    }
+    assert trained.linears and set(trained.linears) <= places
+    with quiet_transformers():
+        whole: Any = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    before = logits(whole)
+    changed = logits(peft.PeftModel.from_pretrained(whole, str(run / "adapter")).eval())
+    assert np.abs(changed - before).max() > 1e-4
+    text = load_text_model(str(folder))
+    apply_adapter(text, trained)
+    assert np.abs(logits(text.model) - changed).max() <= 1e-5
+
+    done = command("convert", run, "--to", "safetensors", "-o", tmp_path / "merged")
+    assert done.code == 0, done.err
+    merged = load_model(str(tmp_path / "merged"))
+    assert np.abs(logits(merged.model) - changed).max() <= 1e-5
+    now, then = (load_file(one / "model.safetensors") for one in (tmp_path / "merged", folder))
+    pictures = [key for key in then if "vision" in key or "visual" in key]
+    assert pictures and all(now[key].tobytes() == then[key].tobytes() for key in pictures)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "vision_config" in config
