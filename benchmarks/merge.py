@@ -31,8 +31,9 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
     for name, values in (
         ("benchmark", lambda d: d["benchmark"]),
         ("machine", lambda d: d["machine"]["name"]),
+        ("instructions", lambda d: d["machine"].get("instructions")),
     ):
-        if values(old) != values(new):
+        if values(old) != values(new) and None not in (values(old), values(new)):
             raise SystemExit(f"{name}: expected {values(old)}, received {values(new)}")
     rows = {tuple(row.get(part) for part in key): row for row in old["rows"]}
     for row in concise(new)["rows"]:

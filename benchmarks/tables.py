@@ -99,6 +99,7 @@ def caption(document: dict[str, Any]) -> str:
     }
     parts = [
         f"{count} × {where}" if count > 1 else where,
+        *filter(None, [not count and machine.get("instructions")]),
         f"{machine['cores']} cores",
         f"{machine['memory_bytes'] / 2**30:.0f} GiB",
         *(f"{name} {number}" for name, number in shown.items()),

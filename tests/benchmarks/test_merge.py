@@ -55,6 +55,16 @@ def test_rows_are_added_and_those_with_more_seeds_stay(
     assert str(refused.value).startswith("machine: ")
 
 
+def test_rows_of_another_processor_with_the_same_name_are_refused() -> None:
+    old, new = of_rows({"task": "x"}), of_rows({"task": "y"})
+    new["machine"] = {"name": "m", "instructions": "AVX2"}
+    assert len(merge.merged(old, new, ("task",))["rows"]) == 2  # an older result does not say
+    old["machine"] = {"name": "m", "instructions": "AVX-512 VNNI"}
+    with pytest.raises(SystemExit) as refused:
+        merge.merged(old, new, ("task",))
+    assert str(refused.value) == "instructions: expected AVX-512 VNNI, received AVX2"
+
+
 def of_rows(*rows: dict[str, Any]) -> dict[str, Any]:
     return {"benchmark": "a/b", "machine": {"name": "m"}, "columns": [], "rows": list(rows)}
 

@@ -92,6 +92,13 @@ def test_a_recorded_command_is_shown_in_its_current_form(document: dict) -> None
     )
 
 
+def test_a_caption_says_which_products_of_integers_a_processor_has(document: dict) -> None:
+    document["machine"]["instructions"] = "AVX2"
+    assert f"{document['machine']['cpu']}, AVX2, 2 cores" in tables.caption(document)
+    document["machine"]["gpus"] = [{"name": "NVIDIA H200", "memory_bytes": 1}]
+    assert "AVX2" not in tables.caption(document)
+
+
 def test_update_writes_between_the_markers_and_is_idempotent(
     document: dict, tmp_path: Path
 ) -> None:
