@@ -221,7 +221,7 @@ def test_every_development_dependency_is_pinned(project: dict, root: Path) -> No
                 queue += line.split("[")[1].rstrip("]").split(",")
             else:
                 lines.append(line)
-    wanted = {re.split(r"[<>=\[; ]", line)[0].lower() for line in lines}
+    wanted = {re.split(r"[<>=\[; ]", line)[0].lower().replace(".", "-") for line in lines}
     assert wanted - set(pins) == set()
     assert len(pins) == len(set(pins))
 

@@ -169,7 +169,7 @@ def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
     def load_model(*args: object, **options: object) -> None:
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(export_target, "load_model", load_model)
+    monkeypatch.setattr(export_target, "load_text_model", load_model)
     settings = config(
         "q4",
         **{"method.batch_signs": False, "method.top_layers": 3, "export.lengths_tokens": [8, 1024]},

@@ -141,7 +141,9 @@ def test_what_cannot_be_exported_is_said_before_weights_are_loaded(
 ) -> None:
     from ondevice.exporters.cuda import target
 
-    monkeypatch.setattr(target, "load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        target, "load_text_model", lambda *a, **k: pytest.fail("weights were loaded")
+    )
     given = job(source, **changes)
     problems = find_target("jetson").check(given)
     assert re.search(words, " ".join(problems)), problems
