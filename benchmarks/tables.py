@@ -90,7 +90,8 @@ def render(document: dict[str, Any]) -> str:
 def caption(document: dict[str, Any]) -> str:
     """Machine, versions, date and command of a result, in one line of Markdown."""
     machine = document["machine"]
-    where = ", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or machine["cpu"]
+    cpu = ", ".join(filter(None, (machine["cpu"], machine.get("instructions"))))
+    where = ", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or cpu
     count = len(machine["gpus"])
     shown = {
         name: v
@@ -99,7 +100,6 @@ def caption(document: dict[str, Any]) -> str:
     }
     parts = [
         f"{count} × {where}" if count > 1 else where,
-        *filter(None, [not count and machine.get("instructions")]),
         f"{machine['cores']} cores",
         f"{machine['memory_bytes'] / 2**30:.0f} GiB",
         *(f"{name} {number}" for name, number in shown.items()),

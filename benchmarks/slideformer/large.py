@@ -199,7 +199,6 @@ def turn(args: Any) -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * 2**30 / whole))
     base = {"shape": shape, "variant": variant, "turn": int(number), "length": args.length}
-    base["cap_gib"] = args.cap_gib
     one: Any = None
     try:
         block = om.random_block(shape, args.device)
@@ -260,7 +259,7 @@ def _batches(args: Any) -> list[int]:
 
 def _log(args: Any, row: dict[str, Any]) -> None:
     with args.log.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps({**row, "cap_gib": args.cap_gib}) + "\n")
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -313,7 +312,6 @@ def run(args: Any, shape: str, variant: str, number: int, ends: float) -> None:
     if why and not cut:
         for rows in _missing(args, shape, variant, number):
             row = {"shape": shape, "variant": variant, "turn": number, "batch": rows, "error": why}
-            row["cap_gib"] = args.cap_gib
             _log(args, row)
 
 
@@ -375,7 +373,7 @@ def main() -> None:
         missing = _missing(args, shape, variant, number)
         if not missing:
             continue
-        base = {"shape": shape, "variant": variant, "turn": number, "cap_gib": args.cap_gib}
+        base = {"shape": shape, "variant": variant, "turn": number}
         need, why = host_need(shape, variant, max(_batches(args)), args.length)
         if need > args.host_gib * 2**30:
             message = f"does not fit: {need / 1e9:.0f} GB of host memory ({why})"

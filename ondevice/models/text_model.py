@@ -7,6 +7,7 @@ and its names are those of a text model.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Language models that compute what a family does, as long as they read only text: their three
 positions of a token are then one."""
-_TOWER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?(?=layers\.)")
 _STORED = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
+_TOWER = re.compile(_STORED.pattern + r"(?=layers\.)")
 
 
 def text_dims(source: str, revision: str | None = None) -> tuple[ModelDims, type[Family]]:
@@ -43,17 +44,21 @@ def text_dims(source: str, revision: str | None = None) -> tuple[ModelDims, type
         ModelError: as `read_dims`.
     """
     dims = read_dims(source, revision)
-    if dims.family not in tower_types():
-        return dims, family_for(dims.family, source)
-    values, where = config_of(source, revision)
+    if dims.family in tower_types():
+        return _of_tower(dims, *config_of(source, revision))
+    return dims, family_for(dims.family, source)
+
+
+def _of_tower(
+    whole: ModelDims, values: dict[str, Any], where: str
+) -> tuple[ModelDims, type[Family]]:
+    """Return sizes and family of a checkpoint's language model; the whole's if it is not known."""
     fields = _fields(values)
     known = family_classes().get(str(fields["model_type"]))
-    if known is None:
-        return dims, family_for(dims.family, source)
-    try:
-        return dims_of(known, fields, where), known
-    except UnknownTrait:
-        return dims, family_for(dims.family, source)
+    if known is not None:
+        with suppress(UnknownTrait):
+            return dims_of(known, fields, where), known
+    return whole, family_for(whole.family, where)
 
 
 def load_text_model(source: str, **options: Any) -> LoadedModel:
@@ -74,9 +79,11 @@ def text_family(
 ) -> tuple[ModelDims, type[Family], dict[str, Any]]:
     """Return `text_dims` with a family that names adapters as `load_text_model` does, and the
     fields of the language model's configuration."""
-    dims, family = text_dims(source, revision)
-    values, _ = config_of(source, revision)
     whole = read_dims(source, revision)
+    values, where = config_of(source, revision)
+    if whole.family not in tower_types():
+        return whole, family_for(whole.family, source), values
+    dims, family = _of_tower(whole, values, where)
     if dims.whole or not isinstance(whole, AnyDims):
         return dims, family, values
     return dims, in_checkpoint(family, whole.blocks), _fields(values)

@@ -57,10 +57,8 @@ def test_a_tower_is_exported_trained_and_merged_into_the_whole_checkpoint(
     assert done.code == 0, done.err
 
     trained = load_adapter(run / "adapter")
-    places = {
-        f"{read_dims(str(folder)).blocks}.{one.layer}.{one.target}"  # type: ignore[attr-defined]
-        for one in read_dims(str(folder)).linear_list
-    }
+    dims: Any = read_dims(str(folder))
+    places = {f"{dims.blocks}.{one.layer}.{one.target}" for one in dims.linear_list}
     assert trained.linears and set(trained.linears) <= places
     with quiet_transformers():
         whole: Any = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()

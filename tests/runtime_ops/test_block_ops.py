@@ -179,7 +179,7 @@ def test_an_outlier_costs_only_its_group_in_products_of_integers(form, transpose
     of_outlier = 3000.0 * (matrix[5] if transposed else matrix[:, 5])
     error = (result.double() - exact).norm() / (exact - of_outlier).norm()
     # The outlier's 31 neighbours are lost, 0.23 of the norm; with a scale a row all 575 were.
-    assert error <= 0.35
+    assert error <= 0.3
 
 
 def test_groups_of_zeros_and_rows_that_are_not_finite_in_products_with_four_bits():

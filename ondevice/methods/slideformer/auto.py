@@ -318,7 +318,9 @@ def _lanes(
     ranks = work.world
     memory = rates.parameters_s * moved_bytes(config)
     moved = entering + leaving + 2 * kept * ranks
-    recorded = config.presumed * dims.block_parameters * RECORD_BYTES[config.moments]
+    traffic = config.presumed * dims.block_parameters * RECORD_BYTES[config.moments]
+    if rates.h2d_bytes_s:
+        traffic += moved
     on_disk = 2 * config.disk_fraction * (stored - 4) * on_host
     cold = config.disk_masters * config.disk_fraction
     on_disk += cold * (layers * dims.block_parameters * (8 + item) + again * item)
@@ -327,8 +329,7 @@ def _lanes(
         "compute": flops / rates.flops_s + here / ranks / DEVICE_PARAMETERS_S,
         "h2d": _seconds_of(entering / ranks + kept, rates.h2d_bytes_s),
         "d2h": _seconds_of(leaving / ranks + kept, rates.d2h_bytes_s),
-        "update": on_host / rates.parameters_s
-        + (recorded + moved * bool(rates.h2d_bytes_s)) / memory,
+        "update": on_host / rates.parameters_s + traffic / memory,
         "disk": _seconds_of(on_disk, rates.disk_bytes_s),
     }
 

@@ -68,8 +68,6 @@ def exported(command: CommandLine, place: Path, name: str) -> Path:
         "export.batch_size=3",
         "export.eval_batch_size=3",
         "method.rank=2",
-    ]
-    settings += [
         "method.optimizer=sgd",
         f"method.target_modules={json.dumps(PLAIN['target_modules'])}",
     ]
@@ -93,7 +91,7 @@ def exported(command: CommandLine, place: Path, name: str) -> Path:
 def test_gradients_of_rows_with_images_are_those_of_the_checkpoint(
     place: Path, command: CommandLine
 ) -> None:
-    loaded = load_model(str(exported(command, place, TAKEN)))
+    loaded: Any = load_model(str(exported(command, place, TAKEN)))
     dataset = read_dataset(
         place / "rows.jsonl", loaded.tokenizer, task=None, max_length_tokens=LENGTH
     )
@@ -101,7 +99,7 @@ def test_gradients_of_rows_with_images_are_those_of_the_checkpoint(
     assert int((batch.ids >= FIRST_ID).sum()) == 12
     manifest = read_manifest(place / "art")
     program: Any = target("android-cpu").open(place / "art", manifest)
-    program.take_pictures(loaded.tokenizer.pictures)  # type: ignore[attr-defined]
+    program.take_pictures(loaded.tokenizer.pictures)
     adapter = program.adapter()
     rng = np.random.default_rng(1)
     for value in adapter.tensors.values():
