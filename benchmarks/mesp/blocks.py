@@ -19,7 +19,6 @@ open yet. `--out` is written after each model and size: a run that is ended keep
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -503,9 +502,10 @@ def _serve_joint(folder: Path, layers: int) -> Opener:
 
 def _serve_llama_cpp(folder: Path) -> Opener:
     from benchmarks.serve.answers import LlamaCpp
+    from ondevice.planning.devices import cores
 
     def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
-        engine = LlamaCpp(folder / GGUF, os.cpu_count() or 1)
+        engine = LlamaCpp(folder / GGUF, cores())
         return lambda: [engine.read(row.tolist()) for row in ids]
 
     return opened
