@@ -59,3 +59,7 @@ class LoraConfig(AnswerLossConfig, FrozenBaseConfig):
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""
+
+    cuda_graphs: bool = True
+    """Run the passes of batches of up to 8,192 tokens, fewer of large models, as CUDA graphs:
+    launches bound them (torch on CUDA)."""
