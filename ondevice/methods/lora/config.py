@@ -61,5 +61,4 @@ class LoraConfig(AnswerLossConfig, FrozenBaseConfig):
     """Vocabulary tiles of the cross-entropy."""
 
     cuda_graphs: bool = True
-    """Run the passes of batches of up to 8,192 tokens, fewer of large models, as CUDA graphs:
-    launches bound them (torch on CUDA)."""
+    """Run batches of up to 8,192 tokens, fewer of large models, as CUDA graphs (torch on CUDA)."""
