@@ -245,9 +245,9 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
         learning_rate: float,
     ) -> StepResult:
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
-        value = float(self.backpropagate(ids, labels, position_ids))
+        value = self.backpropagate(ids, labels, position_ids)
         self._update(learning_rate)
-        return StepResult(value, (value,))
+        return StepResult(float(value), (float(value),))
 
     def backpropagate(
         self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None

