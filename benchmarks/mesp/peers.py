@@ -76,7 +76,12 @@ FITTING: dict[tuple[str, str, int, int], dict[str, Any]] = {
 """Settings with which a step takes at most Unsloth's memory: the blocks' inputs on the host, which
 makes room for the loss or for attention's output of 8 layers, gate and up of one or two, and the
 projections of one to three; and less of the loss at once for small models."""
-METHODS = (*OURS, IN_ITS_MEMORY, "peft + liger", "Unsloth")
+LORA: dict[str, dict[str, Any]] = {
+    "ours, lora": {},
+    "ours, lora without CUDA graphs": {"cuda_graphs": False},
+}
+"""Sessions of `lora`, which keep all activations and take no NF4."""
+METHODS = (*OURS, IN_ITS_MEMORY, *LORA, "peft + liger", "Unsloth")
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "weights", "title": "Weights"},
@@ -228,7 +233,8 @@ def serve(method: str, group: tuple[str, int | None, Any], folder: Path) -> None
     import torch
 
     torch.manual_seed(0)
-    build = {"peft + liger": peft_step, "Unsloth": unsloth_step}.get(method, our_step)
+    builds = {"peft + liger": peft_step, "Unsloth": unsloth_step, **dict.fromkeys(LORA, lora_step)}
+    build = builds.get(method, our_step)
     step, weights = build(method, group[1], folder)
     vocab = MODELS[group[0]]["vocab_size"]
     answer({"weights_MiB": weights >> 20, "torch": torch.__version__})
@@ -384,6 +390,26 @@ def our_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
 
     def step(ids: Any, number: int) -> None:
         of_shape(ids).step(ids.numpy(), ids.numpy().copy(), number, 1e-4)
+
+    return step, weights
+
+
+def lora_step(method: str, bits: int | None, folder: Path) -> tuple[Any, int]:
+    """A session of lora."""
+    import torch
+
+    from ondevice.core.registry import method_config, open_session
+
+    if bits is not None:
+        raise SystemExit("lora has no weights in NF4")
+    loaded = wrapped(folder, packs=False)
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated()
+    values = {"rank": 8, "target_modules": TARGETS, **LORA[method]}
+    session: Any = open_session(loaded, method_config("lora", values), 0, "cuda")
+
+    def step(ids: Any, number: int) -> None:
+        session.step(ids.numpy(), ids.numpy().copy(), number, 1e-4)
 
     return step, weights
 

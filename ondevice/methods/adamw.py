@@ -245,6 +245,14 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
         learning_rate: float,
     ) -> StepResult:
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
+        value = self.backpropagate(ids, labels, position_ids)
+        self._update(learning_rate)
+        return StepResult(float(value), (float(value),))
+
+    def backpropagate(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None
+    ) -> Tensor:
+        """Add to the parameters' gradients those of the mean loss, float32 [], and return it."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         rows = self.config.micro_batch_size or len(ids_BT)
@@ -253,16 +261,17 @@ class AdamWSession(model_loss.PlainEvaluation, PackingSession):
         value = torch.zeros((), device=self.device)
         for part in range(0, len(ids_BT), rows):
             some = slice(part, part + rows)
-            settings = self.config.loss_tiles, self.config.answers
             places = None if places_BT is None else places_BT[some]
-            nll, _ = model_loss.row_nll(
-                self.family, ids_BT[some], labels_BT[some], *settings, places
-            )
+            hidden_BTD = self.hidden(ids_BT[some], places)
+            nll, _ = model_loss.hidden_nll(hidden_BTD, labels_BT[some], self.labels_nll)
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
-        self._update(learning_rate)
-        return StepResult(float(value), (float(value),))
+        return value
+
+    def hidden(self, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Tensor:
+        """Return the last hidden states [B, T, D]; see `Family.hidden`."""
+        return self.family.hidden(ids_BT, position_ids=position_ids_BT)
 
     def weighted_step(
         self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float

@@ -66,8 +66,15 @@ def evaluate_hidden(
     position_ids_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
-    rows = ids_RT.shape[0]
-    hidden_ND, labels_N = shift(family.hidden(ids_RT, position_ids=position_ids_RT), labels_RT)
+    return hidden_nll(family.hidden(ids_RT, position_ids=position_ids_RT), labels_RT, token_loss)
+
+
+def hidden_nll(
+    hidden_RTD: Tensor, labels_RT: Tensor, token_loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what `evaluate_hidden` does, of hidden states [rows, T, hidden]."""
+    rows = labels_RT.shape[0]
+    hidden_ND, labels_N = shift(hidden_RTD, labels_RT)
     nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 

@@ -27,6 +27,9 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work that has run before, does not do it, and gives what does it again."""
 Compute = Callable[..., tuple[Tensor, ...]]
 
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs that could not be ended, which PyTorch's allocator goes on asking about its blocks."""
+
 
 @cache
 def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
@@ -59,7 +62,9 @@ class CudaRecord:
             try:
                 run()
             finally:
+                _BROKEN.append(graph)
                 graph.capture_end()
+                _BROKEN.remove(graph)
         return graph.replay
 
     def again(self) -> CudaRecord:

@@ -59,3 +59,6 @@ class LoraConfig(AnswerLossConfig, FrozenBaseConfig):
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""
+
+    cuda_graphs: bool = True
+    """Run batches of up to 8,192 tokens, fewer of large models, as CUDA graphs (torch on CUDA)."""

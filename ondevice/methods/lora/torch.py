@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.adapter_fit import check_fits
 from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
+from ondevice.core.session import StepResult, Weigh
 from ondevice.methods.adamw import AdamWSession
 from ondevice.methods.base_weights import round_base
+from ondevice.methods.lora.graphed import graphs_for
+from ondevice.offload.shapes import padded
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -77,9 +83,75 @@ class LoraSession(AdamWSession):
             parameter.requires_grad_(not (frozen_a and ".lora_A." in name))
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         super().__init__(loaded, trained, config)
+        self.graphs = graphs_for(loaded, config, trained)
+
+    def step_placed(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """Run one step, as CUDA graphs if it can be; see `PackingSession`."""
+        if self.graphs is None:
+            return super().step_placed(ids, labels, position_ids, step, learning_rate)
+        if position_ids is None:
+            longest = self.loaded.dims.max_positions
+            ids, labels = padded(ids, labels, self.config.micro_batch_size, longest)
+        else:
+            self.graphs.tell("rows of one sequence are kept apart")
+        with self.graphs.beside():
+            return super().step_placed(ids, labels, position_ids, step, learning_rate)
+
+    def backpropagate(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None
+    ) -> Tensor:
+        """Add to the gradients; see `AdamWSession`."""
+        compute = partial(super().backpropagate, ids, labels, position_ids)
+        if self.graphs is None:
+            return compute()
+        graphs = self.graphs
+
+        def from_zero() -> Tensor:
+            graphs.begin()
+            return compute()
+
+        return graphs.with_room(from_zero)
+
+    def hidden(self, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Tensor:
+        """Return the last hidden states [B, T, D], of a graph if their shape has one."""
+        if self.graphs is None or position_ids_BT is not None:
+            return super().hidden(ids_BT, position_ids_BT)
+        return self.graphs.hidden(ids_BT)
+
+    def weighted_step(
+        self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
+    ) -> StepResult:
+        """Backpropagate weighted rows without graphs; see `Weighing`."""
+        if self.graphs is not None:
+            self.graphs.tell("rows are weighed by their likelihoods")
+        return super().weighted_step(ids, labels, weigh, step, learning_rate)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute row losses and token counts; see `Session.evaluate`."""
+        compute = partial(super().evaluate, ids, labels)
+        return compute() if self.graphs is None else self.graphs.with_room(compute)
+
+    def evaluate_branches(self, *arrays: np.ndarray) -> np.ndarray:
+        """Compute the labels' losses; see `Branching.evaluate_branches`."""
+        compute = partial(super().evaluate_branches, *arrays)
+        return compute() if self.graphs is None else self.graphs.with_room(compute)
+
+    def writing(self) -> AbstractContextManager[LoadedModel]:
+        """Give the model, and the memory of graphs; see `Writing`."""
+        if self.graphs is not None:
+            self.graphs.release()
+        return super().writing()
 
     def release_model(self) -> None:
         """Give the model its own layers back."""
+        self.graphs = None
         self.peft_model.unload()
 
     def adapter(self) -> Adapter:

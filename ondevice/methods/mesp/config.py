@@ -121,8 +121,7 @@ class MespConfig(AnswerLossConfig, FrozenBaseConfig):
     first step (torch on CUDA). Results have the same bits."""
 
     cuda_graphs: bool = True
-    """Run batches of up to 8,192 tokens, fewer of large models if something is computed again, as
-    CUDA graphs: launches bound them (torch on CUDA)."""
+    """Run batches of up to 8,192 tokens, fewer of large models, as CUDA graphs (torch on CUDA)."""
 
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Norms, rotation, SwiGLU and loss: PyTorch's, or one Triton kernel for each chain of operations

@@ -32,6 +32,8 @@ class TraitFamily(Family):
         scale = self.dims.traits.embedding_scale
         if scale == 1.0:
             return rows
+        if rows.is_cuda:  # a copy from the host could not be in a CUDA graph
+            return rows * rows.new_full((), scale)
         return rows * rows.new_tensor(scale)
 
     def block(

@@ -38,6 +38,7 @@ from ondevice.nn.cross_entropy import (
 from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows
 from ondevice.nn.rows_apart import BranchesApart, RowsApart
+from ondevice.offload.shapes import padded
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -79,8 +80,6 @@ class Passes(Protocol):
 
 class Graphs(Protocol):
     """Passes that are recorded; see `graphed.StepGraphs`."""
-
-    def padded_length(self, rows: int, length_tokens: int) -> int: ...
 
     def passes(self, model: Model, ids_BT: Tensor) -> Passes | None: ...
 
@@ -255,9 +254,7 @@ class Model:
         """Return the rows at a length that has graphs; padding has no label."""
         if self.graphs is None:
             return ids, labels
-        rows = min(len(ids), self.config.micro_batch_size or len(ids))
-        more = ((0, 0), (0, self.graphs.padded_length(rows, ids.shape[1]) - ids.shape[1]))
-        return np.pad(ids, more), np.pad(labels, more, constant_values=IGNORE)
+        return padded(ids, labels, self.config.micro_batch_size, self.dims.max_positions)
 
     def kept(self, layer: int) -> Kept:
         """Return what that layer's backward pass will find of its forward pass; the last layers

@@ -14,10 +14,11 @@ import torch
 
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
-from ondevice.methods.mesp.torch.graphed import TOKENS, StepGraphs, bucket
+from ondevice.methods.mesp.torch.graphed import StepGraphs
 from ondevice.methods.mesp.torch.kernels import TorchKernels
 from ondevice.models.load import tiny_model
 from ondevice.nn.packed import Int8Matrix, pack_model
+from ondevice.offload.shapes import TOKENS, bucket
 from tests.interpreter import needs_interpreter
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 
