@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,13 +179,14 @@ def test_a_model_that_reads_values_on_the_host_runs_without_graphs(tmp_path, cap
 
 def test_after_a_broken_capture_steps_go_on_and_other_sessions_make_graphs() -> None:
     """In a process of its own: what is left of a broken capture stays in PyTorch's allocator."""
-    call = f"from {__name__} import break_a_capture; break_a_capture()"
+    call = "from tests.methods.lora.test_gpu_graphs import break_a_capture; break_a_capture()"
     ended = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("CUDA graphs cannot hold the passes") == 1
 
 
 def break_a_capture() -> None:
+    logging.basicConfig()
     torch.backends.cuda.matmul.allow_tf32 = False
     plain, broken = (on_gpu(cuda_graphs=graphs) for graphs in (False, True))
     hidden = broken.family.hidden
