@@ -400,6 +400,7 @@ NIGHTLY = {
     "blocks of qwen3_5_text, 8da8w",
     "blocks of smollm3",
     "npu unrolled",
+    "npu gemma3_text",
     "npu qwen3",
     "npu phi3",
     "npu blocks of smollm3",

@@ -22,7 +22,7 @@ from ondevice.planning.fits import does_not_fit, memory_limit
 from ondevice.training import choices
 from ondevice.training.check import check_run
 from ondevice.training.choices import place
-from ondevice.training.fit import Options, Trained, train_model
+from ondevice.training.fit import Trained, train_model
 from ondevice.training.identity import (
     DATE,
     LENGTH,
@@ -35,6 +35,7 @@ from ondevice.training.identity import (
     with_placement,
 )
 from ondevice.training.objective import SCORES, with_objective
+from ondevice.training.options import Options
 from ondevice.training.rows import OpenedRows, maximum_length
 from ondevice.training.trained import adapter_folder
 

@@ -25,10 +25,11 @@ from ondevice.planning.fits import does_not_fit, memory_limit
 from ondevice.training.callbacks import Callback
 from ondevice.training.check import check_program_run
 from ondevice.training.events import Sink
-from ondevice.training.fit import Options, Trained, fit, program_identity, rows_of_program
+from ondevice.training.fit import Trained, fit, program_identity, rows_of_program
 from ondevice.training.identity import DATE, iso, recorded_decisions
 from ondevice.training.notebook import NotebookSink
 from ondevice.training.objective import with_objective
+from ondevice.training.options import Options
 from ondevice.training.progress import ProgressSink, in_notebook
 from ondevice.training.rows import OpenedRows
 

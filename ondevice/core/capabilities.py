@@ -6,14 +6,14 @@ new capability is a new class here, or in the package that asks for it: no other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
-    from ondevice.core.session import OpenedNetwork
+    from ondevice.core.session import Evaluator
 
 C = TypeVar("C")
 """A method's settings."""
@@ -153,6 +153,21 @@ class Refuses(Capability, Generic[C]):
     """Its sessions refuse some models or settings; `check` raises the same without the model's weights."""
 
     check: Callable[[Asked[C]], None]
+
+
+@dataclass(frozen=True)
+class OpenedNetwork:
+    """A network that transformers cannot open by itself, opened by the method that trained it.
+
+    Attributes:
+        session: evaluates rows.
+        loaded: the ordinary model around it, with its tokenizer.
+        write: (token ids, max_new_tokens) to greedy text.
+    """
+
+    session: Evaluator
+    loaded: Any
+    write: Callable[[Sequence[int], int], str]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ondevice.core.capabilities import (
     Capability,
     Classifies,
     Offloads,
+    OpenedNetwork,
     OpensNetwork,
     Packs,
     Quantises,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ondevice.core.dims import ModelDims
-    from ondevice.core.session import OpenedNetwork, Session
+    from ondevice.core.session import Session
 
 Backend = Literal["torch", "mlx"]
 K = TypeVar("K", bound=Capability)

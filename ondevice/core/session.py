@@ -462,21 +462,6 @@ class Seeing(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class OpenedNetwork:
-    """A network that transformers cannot open by itself, opened by the method that trained it.
-
-    Attributes:
-        session: evaluates rows.
-        loaded: the ordinary model around it, with its tokenizer.
-        write: (token ids, max_new_tokens) to greedy text.
-    """
-
-    session: Evaluator
-    loaded: Any
-    write: Callable[[Sequence[int], int], str]
-
-
 class PackingSession(Session):
     """A session that keeps rows of one sequence apart, so that one step serves both forms of a batch."""
 

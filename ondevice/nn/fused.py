@@ -2,8 +2,8 @@
 rotation, SwiGLU with its low-rank parts, and the loss of a chunk of tokens.
 
 Each reads its operands once, computes in float32, and rounds once. `methods.mesp.torch.kernels` has
-the same operations in PyTorch. Reductions are spelt out: Triton's interpreter, in which the tests run, cannot
-call those of `triton.language` once they are compiled ones.
+the same operations in PyTorch. Reductions are `tl.reduce`: Triton's interpreter, in which the tests
+run, cannot call `tl.sum` once it is compiled.
 """
 
 # Inside a kernel values are tensors of Triton, which its stubs do not say.
@@ -35,6 +35,9 @@ VOCAB_BLOCK = 8192
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter runs the kernels, not a GPU."""
+_plus = tl.standard._sum_combine
+_larger = tl.standard._elementwise_max
+"""Triton's own, which its interpreter takes to NumPy."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -175,16 +178,6 @@ def _glu(
         gate, up, third, rows, width, *strides, *arguments, *given, backward, inner, *GLU_TILE,
         num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit
-def _plus(a, b):
-    return a + b
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit

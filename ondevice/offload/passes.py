@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,83 +21,13 @@ if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event, Timeline
     from ondevice.offload.graphs import Compute
     from ondevice.offload.transfers import Activations, Slot
-    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.units import Units
+    from ondevice.offload.window import Window
 
 AHEAD = 3
 """Layers that may be in the queue before the accelerator has computed the first of them."""
 LENGTHS = 8
 """Lengths whose positions are kept."""
-
-
-class WeightCache(Protocol):
-    """Memory on the accelerator from which the passes read weights and to which they write
-    gradients.
-
-    Nothing here waits for the accelerator: results are ready for the computations that follow, and
-    a unit's gradient leaves after the computations before.
-
-    Attributes:
-        layers: memory for as many layers as are there at once.
-        tiles: rows of the output head, first and one after the last, that are there at once.
-    """
-
-    dtype: torch.dtype
-    layers: list[Slot]
-    rest: Slot
-    rest_gradient: Slot
-    tiles: list[tuple[int, int]]
-
-    def forget_layers(self, tokens: int) -> None:
-        """Begin a pass of so many tokens; forget the layers that are loaded: they have been
-        updated."""
-        ...
-
-    def fetch_layer(self, i: int) -> None: ...
-
-    def fetch_rest(self) -> None: ...
-
-    def fetch_head(self, tile: int) -> None: ...
-
-    def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Return rows of the embedding, int64 [R], of at most `most`: [R, hidden]."""
-        ...
-
-    def arrive(self, slot: Slot) -> Slot: ...
-
-    def layer(self, i: int) -> Slot: ...
-
-    def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
-        """Return its weight, [rows, hidden]."""
-        ...
-
-    def layer_gradient(self, i: int) -> Slot:
-        """Return zeroed memory."""
-        ...
-
-    def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
-        """Return zeroed memory, [rows, hidden]."""
-        ...
-
-    def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
-        """Let the model's parameters of `unit` be what `slot` holds."""
-        ...
-
-    def run(
-        self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
-        compute: Compute,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Run `compute(*inputs)` of layer `i`."""
-        ...
-
-    def send_layer(self, i: int, slot: Slot) -> None: ...
-
-    def send_head(self, tile: int, slot: Slot) -> None: ...
-
-    def send_rest(self) -> None: ...
-
-    def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """Send the embedding's gradient: int64 [R], [R, hidden]."""
-        ...
 
 
 class Passes:
@@ -110,7 +40,7 @@ class Passes:
         config: EngineConfig,
         device: Device,
         timeline: Timeline,
-        window: WeightCache,
+        window: Window,
         activations: Activations,
         where: torch.device,
         liger: bool,

@@ -47,7 +47,11 @@ def _host(norm: tuple[Tensor | None, Tensor] | None) -> Tensor | None:
 
 class Window:
     """Cache units for layers, for the head and for the rest, each with its gradients, all made
-    once."""
+    once.
+
+    Nothing that the passes call here waits for the accelerator: results are ready for the
+    computations that follow, and a unit's gradient leaves after the computations before.
+    """
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ from ondevice.training.identity import (
     environment,
 )
 from ondevice.training.loggers import open_reports
-from ondevice.training.loop import Options, Run, StopRequest
+from ondevice.training.loop import Run, StopRequest
 from ondevice.training.metrics import RunResult
 from ondevice.training.objective import (
     check_pictures,
@@ -52,6 +52,7 @@ from ondevice.training.objective import (
     objective_of,
     texts_of_row,
 )
+from ondevice.training.options import Options
 from ondevice.training.ordinary import compare, save_ordinary
 from ondevice.training.policy import GRPO_SETTINGS, Policy, PromptBatches
 from ondevice.training.preferences import PreferenceBatches, Preferences

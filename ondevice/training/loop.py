@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,21 @@ from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, T
 from ondevice.core.session import AddsToCheckpoint, HoldsState, Packing, Preparing, Scoring, require
 from ondevice.models.save import not_finite
 from ondevice.training import events
-from ondevice.training.callbacks import Callback, Callbacks
+from ondevice.training.callbacks import Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock
-from ondevice.training.events import FILE_NAME, EventLog, Sink, read_log
+from ondevice.training.events import FILE_NAME, EventLog, read_log
 from ondevice.training.identity import identity_of
 from ondevice.training.metrics import PeakMemory, RunHistory, RunResult
+from ondevice.training.options import Options
 from ondevice.training.resume import restore
 
 if TYPE_CHECKING:
     from ondevice.core.config import TrainConfig
     from ondevice.core.session import Session
     from ondevice.data import Batch
-    from ondevice.models import LoadedModel
     from ondevice.training.evaluate import EvalResult
     from ondevice.training.policy import Policy
     from ondevice.training.preferences import Preferences
-    from ondevice.training.rows import OpenedRows
 
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -112,41 +111,6 @@ class Saving:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a run gets from the program that starts it, in addition to its run file.
-
-    Attributes:
-        resume: go on from the newest intact checkpoint in the run's folder, or begin if there is none.
-        overwrite: replace the run that is in the folder.
-        adapter: start from this adapter.
-        sinks: called with every event.
-        callbacks: called as the run goes, and may stop it. One that raises ends the run like a signal, and
-            `RunResult.raised` has the error.
-        said: what was chosen for the run, in sentences.
-        notes: about the rows, in addition to what reading them reports.
-        rows: the rows; None takes those that the run file names.
-        loaded: a model that is already loaded, instead of `model.source`'s.
-        resolved: the method's settings with what was left to this machine decided, only for the session; None: those
-            of the run.
-        kernels: of `method.kernels` if that is `auto`, only for the session.
-        decided: the run's own choices by dotted key, for the log.
-    """
-
-    resume: bool = False
-    overwrite: bool = False
-    adapter: Path | None = None
-    sinks: Sequence[Sink] = ()
-    callbacks: Sequence[Callback] = ()
-    notes: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
-    rows: OpenedRows | None = None
-    loaded: LoadedModel | None = None
-    resolved: Any = None
-    kernels: str | None = None
-    decided: dict[str, Any] = field(default_factory=dict)
-
-
 def check_no_run(out: Path, store: CheckpointStore) -> None:
     """Refuse a folder that holds a run with CheckpointError."""
     if store.paths() or read_log(out / FILE_NAME).intact_bytes:
@@ -175,7 +139,7 @@ class Run:
     settings: TrainConfig
     start: events.Start
     rate_at: Callable[[int], float]
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     evaluate_fn: EvaluateFn | None = None
     score: Callable[[int], float] | None = None
     preferences: Preferences | Policy | None = None

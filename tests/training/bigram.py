@@ -21,7 +21,8 @@ from ondevice.data import Batch
 from ondevice.runtime_ops import generator
 from ondevice.training import events
 from ondevice.training.events import read_log
-from ondevice.training.loop import Options, Run, StopRequest
+from ondevice.training.loop import Run, StopRequest
+from ondevice.training.options import Options
 from ondevice.training.schedule import WarmupDecay
 
 STOPPING = "stopping"

@@ -1,4 +1,4 @@
-"""The weight cache of projected layers: see `offload.passes.WeightCache`.
+"""The weight cache of projected layers: see `offload.window.Window`.
 
 Of a layer the wire slides: what the host keeps of it, the changes of its matrices and its other
 parameters. Its weights, base plus changes, are made in one of a few slots when the layer is

@@ -14,8 +14,9 @@ from ondevice.methods.model_loss import BranchedEvaluation
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.step import PrgeProgram, WholeModelProgram
+from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import SessionSubspace
+from ondevice.methods.prge.whole_model import WholeModelProgram
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.memory import MEMORY, resolve, step_cost
 
 if TYPE_CHECKING:
-    from ondevice.core.session import OpenedNetwork
+    from ondevice.core.capabilities import OpenedNetwork
 
 
 def open_torch() -> OpenSession[RevffnConfig]:

@@ -25,6 +25,9 @@ BLOCK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32 = {"enable_fp_fusion": False, "num_warps": 8}
 """A product that is added is rounded first, as PyTorch's operations do."""
+_plus = tl.standard._sum_combine
+_larger = tl.standard._elementwise_max
+"""Triton's own, which its interpreter takes to NumPy."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,6 @@ def _way(mix: Mix) -> int:
 
 
 # Spelt out as in `nn.fused`, for Triton's interpreter: another module's would be compiled ones.
-@triton.jit
-def _plus(a, b):
-    return a + b
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
 @triton.jit
 def _here(n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

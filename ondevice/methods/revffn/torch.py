@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ondevice.core.capabilities import OpenedNetwork
 from ondevice.core.errors import CheckpointError, ModelError
-from ondevice.core.session import OpenedNetwork, Session, StepResult, Weigh
+from ondevice.core.session import Session, StepResult, Weigh
 from ondevice.core.untrusted import read_header, read_object, well_formed
 from ondevice.methods.model_loss import BranchedEvaluation, ModelSession
 from ondevice.methods.revffn.check import check_family

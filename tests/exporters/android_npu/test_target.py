@@ -24,6 +24,7 @@ from ondevice.core.registry import target as find_target
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.android_npu.target import TOLERANCE, AndroidNpu
 from ondevice.exporters.base import beyond, random_batches
+from ondevice.exporters.executorch.rewrite import FusedRMSNorm, SigmoidGelu, rewritten
 from ondevice.methods.prge import npu
 from ondevice.methods.prge.program import build_program
 from ondevice.methods.prge.rounding import update_limit
@@ -151,6 +152,37 @@ def test_the_manifest_says_what_runs_where() -> None:
     text = (program("npu") / "README.md").read_text()
     assert "perturbation_scale" in text and "SM8650" in text and "repeat" in text
     assert report("npu").partition == manifest.partition
+
+
+@pytest.mark.parametrize("name", [name for name in NPU if "method.factors" not in NPU[name][1]])
+def test_the_graph_that_is_compiled_has_float32_s_numbers_before_it_is_compiled(name) -> None:
+    """Blocks in QNN's forms of norm and GELU, with constants for rotation and mask, and the step
+    around them: what the simulator adds is float16."""
+    settings, reference, scale = config(name), eager(name), 1e-2
+    built = npu.build(
+        load_model(settings.model.source), settings.method, settings.export, settings.train.seed
+    )
+    assert built.blocks is not None and built.finish is not None
+    step = built.finish(built.blocks[0])[0].module
+    generated = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 200, (settings.export.batch_size, *settings.export.lengths_tokens),
+                        generator=generated)  # fmt: skip
+    adapter = 0.05 * torch.randn(reference.layout.size, generator=generated)
+    scalars = (torch.tensor([4]), torch.tensor([3]), torch.tensor([0.05]))
+    rows = ids.repeat(reference.config.copies, 1)
+    with torch.inference_mode():
+        with rewritten(built.loaded.model, FusedRMSNorm, GELUTanh=SigmoidGelu):
+            losses, gradients, updated, nll, tokens = step(
+                rows, rows, adapter, *scalars, torch.tensor([scale])
+            )
+        copies_of = reference.perturbed(adapter, *scalars[:2], scale)
+        expected = reference.losses(ids, ids, copies_of)
+    torch.testing.assert_close(losses, expected, rtol=2e-5, atol=0)
+    wanted = reference.projected_gradients(expected, scale)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-2, atol=5e-3)
+    assert torch.equal(updated, reference.apply_update(adapter, gradients, *scalars))
+    assert tokens.tolist() == [ids.shape[1] - 1] * len(rows)
+    assert nll.sum() == pytest.approx(float(expected.sum() * tokens[0] * len(ids)), rel=1e-5)
 
 
 @pytest.mark.usefixtures("qnn_extra")
