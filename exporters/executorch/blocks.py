@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
-from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
+from ondevice.core.errors import ArtifactError, CheckpointError, DataError, TrainingError
 from ondevice.core.manifest import EXPERT, LAYER_INPUT
 from ondevice.core.program import FUSED
 from ondevice.core.session import IGNORE, StepResult, Weigh
@@ -304,8 +304,20 @@ class BlocksSession(ExecutorchSession):
         return f"_{self.spec.kinds[layer]}"
 
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
-        """The input of every block if it is to be kept, and the last block's output, [N, D]."""
-        text = _tensor(np.where(ids >= FIRST_ID, 0, ids))
+        """The input of every block if it is to be kept, and the last block's output, [N, D].
+
+        Raises:
+            DataError: the rows have tokens of pictures, and there is no tower that reads them.
+        """
+        pictured = ids >= FIRST_ID
+        if self.tower is None and pictured.any():
+            raise DataError(
+                "the rows have tokens of pictures, and this session was given no pictures",
+                expected="ids of the vocabulary, or the run's pictures",
+                received=f"{int(pictured.sum())} tokens of pictures",
+                hint="call take_pictures before a step, as `ondevice run` does",
+            )
+        text = _tensor(np.where(pictured, 0, ids))
         x = self._call_block(f"embed_{size}", {"ids": text})["hidden"]
         if self.tower is not None:
             x = self.tower.place(ids, x)
