@@ -19,7 +19,9 @@ from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, target
 from ondevice.exporters.base import ExportJob
 from ondevice.generation.sample import PlainSampler
+from ondevice.methods.mesp import npu
 from ondevice.models import load_model, save_tiny
+from ondevice.models.tiny import tiny_dims
 from ondevice.nn.adapters import adapted
 from tests.eager_program import computing_in_pytorch
 from tests.exporters.android_cpu.test_writing import PROMPT, random_adapter
@@ -229,3 +231,11 @@ def test_forms_that_cannot_answer_are_named(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "n", "lfm2", layers=2, layer_types=["conv", "conv"])
     (problem,) = target("android-cpu").check(job(folder, context_tokens=40))
     assert "needs a layer with attention" in problem
+
+
+def test_blocks_that_differ_from_llamas_do_not_answer_on_the_npu() -> None:
+    """Its functions keep keys and values of one form."""
+    settings = ExportConfig(target="android-npu", lengths_tokens=(16,), context_tokens=40)
+    found = npu.problems(method_config("mesp"), settings, tiny_dims("qwen3")[0])
+    assert any("on the NPU is for blocks like Llama's" in one for one in found), found
+    assert not npu.problems(method_config("mesp"), settings, tiny_dims("llama")[0])
