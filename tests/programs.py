@@ -83,6 +83,8 @@ METHOD = {
 }
 ONE_ROW = {"export.batch_size": 1, "export.eval_batch_size": 1}
 """Of block programs, if no test asks for another number of rows: each has functions of its own."""
+CONTEXT = {"export.context_tokens": 72}
+"""More than a window of attention, and than a chunk of a delta rule."""
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "functional": ("tied llama", {"export.batch_size": 2, "export.next_token": True}),
     "stateful": (
@@ -204,15 +206,21 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks of gemma3_text": (
         "gemma3_text",
-        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
+        {"export.check_steps": 1, "method.optimizer": "sgd", **CONTEXT, **ONE_ROW},
     ),
     "blocks of gemma4_text": (
         "gemma4_text",
-        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
+        {"export.check_steps": 1, "method.optimizer": "sgd", **CONTEXT, **ONE_ROW},
     ),
     "blocks of gemma4_text, int8": (
         "gemma4_text",
-        {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+        {
+            "export.quantize": "int8",
+            "method.optimizer": "sgd",
+            "export.check_steps": 1,
+            **CONTEXT,
+            **ONE_ROW,
+        },
     ),
     "blocks of gemma4_text, q4": (
         "gemma4_text",
@@ -237,13 +245,13 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe",
         {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
     ),
-    "blocks of lfm2_moe": ("lfm2_moe", {"export.check_steps": 1, **ONE_ROW}),
+    "blocks of lfm2_moe": ("lfm2_moe", {"export.check_steps": 1, **CONTEXT, **ONE_ROW}),
     "blocks of lfm2_moe, q4": (
         "three layers of lfm2_moe",
         {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
     ),
     "blocks of granitemoe": ("granitemoe", {"export.check_steps": 1, **ONE_ROW}),
-    "blocks of lfm2": ("lfm2", {"export.batch_size": 2, "export.next_token": True}),
+    "blocks of lfm2": ("lfm2", {"export.batch_size": 2, "export.next_token": True, **CONTEXT}),
     "blocks of lfm2, q4": (
         "lfm2",
         {
@@ -292,7 +300,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "blocks of qwen3_5_text": (
         "qwen3_5_text",
-        {"export.batch_size": 2, "export.lengths_tokens": [72]},
+        {"export.batch_size": 2, "export.lengths_tokens": [72], **CONTEXT},
     ),
     "blocks of qwen3_5_text, int8": (
         "qwen3_5_text",
@@ -305,7 +313,13 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks of qwen3_5_text, q4": (
         "two layers of qwen3_5_text",
-        {"export.quantize": "q4", "method.optimizer": "sgd", "export.kernels": "stock", **ONE_ROW},
+        {
+            "export.quantize": "q4",
+            "method.optimizer": "sgd",
+            "export.kernels": "stock",
+            **CONTEXT,
+            **ONE_ROW,
+        },
     ),
     "blocks of qwen3_5_text, 8da8w": (
         "two layers of qwen3_5_text",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
-from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
+from ondevice.core.errors import ArtifactError, CheckpointError, DataError, TrainingError
 from ondevice.core.manifest import EXPERT, LAYER_INPUT
 from ondevice.core.program import FUSED
 from ondevice.core.session import IGNORE, StepResult, Weigh
@@ -210,7 +210,7 @@ class BlocksSession(ExecutorchSession):
             given |= {"hidden": inputs.pop(), "gradient": g}
             if self.experts is not None and layer in self.experts.layers:
                 given |= self._expert_gradients(self.experts, given, size, layer)
-            outputs = self._call_block(f"block_backward_{size}{self._kind(layer)}", given, layer)
+            outputs = self._call_block(f"block_backward_{size}{self.kind(layer)}", given, layer)
             g = outputs["gradient"]
             for tensor in self.spec.state:
                 new = outputs[f"state {tensor.name}"]
@@ -224,7 +224,7 @@ class BlocksSession(ExecutorchSession):
     ) -> dict[str, Tensor]:
         """What a block's backward pass takes of its experts. The forward pass runs again: what it
         gives the experts is not kept, as nothing of a block but its input is."""
-        name = f"block_forward_{size}{self._kind(layer)}"
+        name = f"block_forward_{size}{self.kind(layer)}"
         outputs = self._call_block(name, {"hidden": given["hidden"]}, layer)
         gn, gweights = experts.backward(layer, outputs, given["gradient"])
         return {"normed_gradient": gn, "routing_gradient": gweights}
@@ -297,27 +297,47 @@ class BlocksSession(ExecutorchSession):
         self._bucket("program", rows, ids)
         return f"{rows}x{ids.shape[1]}"
 
-    def _kind(self, layer: int) -> str:
+    def kind(self, layer: int) -> str:
         """The end of the name of a function of that layer's block."""
         if not self.spec.kinds or not self.spec.kinds[layer]:
             return ""
         return f"_{self.spec.kinds[layer]}"
 
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
-        """The input of every block if it is to be kept, and the last block's output, [N, D]."""
-        given = {"ids": _tensor(np.where(ids >= FIRST_ID, 0, ids))}
-        x = self._call_block(f"embed_{size}", given)["hidden"]
+        """The input of every block if it is to be kept, and the last block's output, [N, D].
+
+        Raises:
+            DataError: the rows have tokens of pictures, and there is no tower that reads them.
+        """
+        pictured = ids >= FIRST_ID
+        if self.tower is None and pictured.any():
+            raise DataError(
+                "the rows have tokens of pictures, and this session was given no pictures",
+                expected="ids of the vocabulary, or the run's pictures",
+                received=f"{int(pictured.sum())} tokens of pictures",
+                hint="call take_pictures before a step, as `ondevice run` does",
+            )
+        text = _tensor(np.where(pictured, 0, ids))
+        x = self._call_block(f"embed_{size}", {"ids": text})["hidden"]
         if self.tower is not None:
             x = self.tower.place(ids, x)
-        self._read = given | {"hidden": x}
-        self._pass_size = size
+        self.begin_pass(size, text, x)
         inputs = []
         for layer in range(self.spec.layers):
             if keep:
                 inputs.append(x)
-            name = f"block_forward_{size}{self._kind(layer)}"
+            name = f"block_forward_{size}{self.kind(layer)}"
             x = self.run_block(name, {"hidden": x}, layer)["hidden"]
         return inputs, x
+
+    def begin_pass(self, size: str, ids: Tensor, x: Tensor) -> None:
+        """Keep what layers read of their tokens: ids, and the first block's input.
+
+        Args:
+            size: the end of the names of the pass's functions.
+        """
+        self._read = {"ids": ids, "hidden": x}
+        self._pass_size = size
 
     def run_block(
         self, name: str, given: dict[str, Tensor], layer: int, tokens: int | None = None

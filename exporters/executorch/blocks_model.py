@@ -1,4 +1,4 @@
-"""A block program that predicts the next token: the host keeps keys and values, and walks the
+"""A block program that predicts the next token: the host keeps what was read, and walks the
 layers."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 from ondevice.core.program import FUSED
+from ondevice.exporters.executorch.cache import WRITTEN, Cache
 from ondevice.exporters.executorch.walk import Walk, can_walk
 from ondevice.nn.adapters import adapted
 
@@ -54,18 +55,15 @@ class BlocksModel:
         }
         """Tokens of a pass, and what its functions are called."""
         self.piece_tokens = max(self.sizes)
-        keys, values = (
-            next(one for one in methods["block_prefill"].inputs if one.role == role).shape
-            for role in KEPT
-        )
-        self.context_tokens = values[1]
+        self.context_tokens = session.spec.context_tokens
         self.read = 0
-        # Zeros: masked values are still multiplied, and garbage may be NaN.
-        self.keys = torch.zeros(session.spec.layers, *keys)
-        self.values = torch.zeros(session.spec.layers, *values)
+        self.cache = Cache(session.spec)
         self.walk = None
         if 1 in self.sizes and can_walk(session, f"block_{self.sizes[1]}"):
-            self.walk = Walk(session, f"block_{self.sizes[1]}", self.keys, self.values)
+            of_layers = (torch.stack([one[role] for one in self.cache.layers]) for role in WRITTEN)
+            keys, values = of_layers
+            self.cache.layers = [dict(zip(WRITTEN, both)) for both in zip(keys, values)]
+            self.walk = Walk(session, f"block_{self.sizes[1]}", keys, values)
 
     def use(self, adapter: Adapter | None) -> None:
         """Change the session's adapter, and forget what was read; None restores the initial one."""
@@ -73,12 +71,13 @@ class BlocksModel:
             self.session.restart()
         else:
             self.session.load_adapter(adapter)
-        self.read = 0
+        self.rewind(0)
 
     def rewind(self, tokens: int) -> int:
-        """Forget all but the first `tokens` tokens."""
-        self.read = tokens
-        return tokens
+        """Forget all but the first `tokens` tokens; a state that only goes on goes back to the end
+        of the last prompt, or to none."""
+        self.read = self.cache.rewind(self.read, tokens)
+        return self.read
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
         """Read the next tokens; return the logits of the one after them, float32 [vocab].
@@ -89,7 +88,10 @@ class BlocksModel:
         """
         check_room(ids, self.read, self.context_tokens)
         with self.session.threads():
-            return self._feed(ids)
+            logits = self._feed(ids)
+        if len(ids) > 1:
+            self.cache.mark(self.read)
+        return logits
 
     def _feed(self, ids: Sequence[int]) -> np.ndarray:
         while True:
@@ -133,14 +135,13 @@ class BlocksModel:
         start = torch.tensor([self.read])
         if size == 1 and self.walk is not None:
             return self.walk.run(x, start)
-        low = self.read
-        high = self.read + len(ids)
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values)):
-            given = {"hidden": x, "position": start, "keys": keys, "values": values}
-            outputs = session.run_block(f"block_{name}", given, layer, len(ids))
+        session.begin_pass(name, row, x)
+        given = {"position": start, "length": torch.tensor([len(ids)])}
+        for layer, cache in enumerate(self.cache.layers):
+            full = f"block_{name}{session.kind(layer)}"
+            outputs = session.run_block(full, {"hidden": x, **given, **cache}, layer, len(ids))
             x = outputs["hidden"]
-            keys[:, :, low:high] = outputs["keys"][:, :, : len(ids)]
-            values[:, low:high] = outputs["values"][:, : len(ids)]
+            self.cache.write(layer, outputs, self.read, len(ids))
         return x
 
 
@@ -222,7 +223,6 @@ valley to the other. People have always lived beside rivers. They drink from the
 bridges, and draw borders along them. When a river floods, it leaves fine mud on the fields, which farmers along the
 Nile waited for every year. At the end it reaches the sea, and nobody can say exactly where one stops and the other
 begins."""
-KEPT = ("keys", "values")
 
 
 def can_generate(session: object) -> bool:

@@ -100,6 +100,7 @@ def can_walk(session: Layers, name: str) -> bool:
     method = methods[full if session.fused and full in methods else name]
     return (
         session.experts is None
+        and not session.spec.kinds
         and method.program is None
         and {str(port.role) for port in method.inputs} <= ROLES
     )

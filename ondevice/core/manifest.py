@@ -21,11 +21,12 @@ InputRole = Literal[
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
     "loss_scale", "position", "keys", "values", "layer_input", "shared_keys", "shared_values",
     "keys_gradient", "values_gradient", "routing", "normed_gradient", "routing_gradient",
+    "conv_state", "delta_state",
 ]  # fmt: skip
 OutputRole = Literal[
     "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums",
     "keys", "values", "layer_input", "shared_keys", "shared_values", "keys_gradient", "values_gradient",
-    "normed", "routing", "routing_gradient",
+    "normed", "routing", "routing_gradient", "conv_state", "delta_state",
 ]  # fmt: skip
 
 
@@ -246,6 +247,13 @@ class ProgramSpec(StrictConfig):
         return sorted(layers)
 
     @property
+    def context_tokens(self) -> int:
+        """Most tokens of a conversation with the functions of a block; 0 if they keep none."""
+        reads = (one for name, one in self.methods.items() if name.startswith("block_prefill"))
+        ports = (port for one in reads for port in one.inputs if port.role == "values")
+        return next((port.shape[1] for port in ports), 0)
+
+    @property
     def adapter(self) -> StateTensor | None:
         """The state tensor that is the adapter, if one holds all of it (shapes `step` and `blocks`)."""
         return next((tensor for tensor in self.state if tensor.role == "adapter"), None)
@@ -308,8 +316,4 @@ class Manifest(StrictConfig):
     def written_tokens(self) -> int:
         """Most tokens of a prompt and an answer that the program writes and then trains on; 0 if
         it writes none."""
-        method = self.program_spec.methods.get("block_prefill")
-        if method is None:
-            return 0
-        values = next(port for port in method.inputs if port.role == "values")
-        return min(values.shape[1], max(self.lengths_tokens))
+        return min(self.program_spec.context_tokens, max(self.lengths_tokens))

@@ -6,6 +6,7 @@ transformers' Conv1d. A token before the first of its row is zero.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,3 +36,16 @@ def short_conv_backward(g_BTD: Tensor, taps_DK: Tensor) -> Tensor:
     for back in range(1, min(count, g_BTD.shape[1])):
         gx = gx + functional.pad(g_BTD[:, back:], (0, 0, 0, back)) * taps_DK[:, -1 - back]
     return gx
+
+
+def short_conv_behind(
+    x_TD: Tensor, earlier_PD: Tensor, taps_DK: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve T tokens behind the P that were read last; return them [T, D] and the last P of all.
+
+    Args:
+        last: int64 [P], where these stand among the P + T; those that only fill up are not kept.
+    """
+    whole = torch.cat((earlier_PD, x_TD))
+    y = short_conv(whole[None], taps_DK)[0, len(earlier_PD) :]
+    return y, torch.index_select(whole, 0, last)

@@ -327,6 +327,23 @@ def family_of(row: Row) -> str:
     return MODELS[ALL[row.program][0]]["family"] if row.program else row.family
 
 
+def answers(row: Row) -> bool:
+    """Return True if the row's program answers over the weights that are trained on, and its products
+    are not of rounded activations."""
+    from tests.programs import BLOCKS
+
+    settings = BLOCKS.get(row.program, ("", {}))[1]
+    if settings.get("export.answers") == "packed" or settings.get("export.quantize") == "8da4w":
+        return False
+    return "export.context_tokens" in settings
+
+
+def answers_claim() -> str:
+    """Return what is claimed of programs that answer, and of which families."""
+    families = sorted({family_of(row) for row in TABLE if answers(row)})
+    return "answers with PyTorch's greedy tokens: " + ", ".join(f"`{one}`" for one in families)
+
+
 def families_markdown() -> str:
     """The page on models: each family, and what runs it in a row of this table."""
     of_family: dict[str, dict[str, set[str]]] = {}
@@ -351,4 +368,5 @@ def markdown() -> str:
     """Return the table of docs/results/conformance.md."""
     lines = ["| Method | Runs on | As |", "| --- | --- | --- |"]
     lines += [f"| {method} | {WHERE[backend]} | {claim} |" for method, backend, claim in claims()]
+    lines.append(f"| mesp | {WHERE['android-cpu']} | {answers_claim()} |")
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from ondevice.core.session import Preparing
 from ondevice.data.batching import Batch
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.cuda.session import TorchProgramSession
+from ondevice.generation.sample import PlainSampler
 from ondevice.methods.prge.program import build_program
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model, open_model, save_tiny
@@ -45,6 +46,7 @@ from tests.conformance.table import (
     STEPS,
     TABLE,
     Row,
+    answers,
     claims,
     family_of,
 )
@@ -398,6 +400,26 @@ def test_losses_and_updates_match_the_reference(row) -> None:
         received, wanted = compared(name, ours[name]), compared(name, theirs[name])
         np.testing.assert_allclose(received, wanted, atol=row.adapter_error, err_msg=name)
     assert any(np.abs(value).max() > 0 for name, value in ours.items() if "lora_A" not in name)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if answers(row.values[0])])
+def test_answers_are_greedy_tokens_of_the_reference(row) -> None:
+    """Behind a prompt that is read in chunks, over the weights and the adapter of a step."""
+    session = open_row(row)
+    expected, rate = reference(row, session), 10 * LEARNING_RATE[row.method]
+    for step, (ids, labels) in enumerate(batches(session)[:2]):
+        session.step(ids, labels, step, rate)
+    adapter = session.adapter()
+    for name, value in adapter.tensors.items():
+        expected.leaves[name].data = torch.from_numpy(value).double()
+    prompt = list(b"A prompt of thirty-seven tokens, not 32.")[:37]
+    count = min(20, session.spec.context_tokens - len(prompt))
+    (found,) = session.answer_prompt(prompt, [PlainSampler(0.0)], count)
+    with torch.no_grad():
+        options = (torch.tensor([prompt + found]),), {"use_cache": False}
+        logits = torch.func.functional_call(expected.model, expected._weights(), *options).logits
+    wanted = logits[0, -len(found) - 1 : -1]
+    assert wanted.argmax(-1).tolist() == found
 
 
 @pytest.mark.parametrize("row", every_second(ROWS))

@@ -124,7 +124,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     longest = max(export.lengths_tokens)
     modules = []
     inside = functions.holds_matrices
-    kinds = functions.kinds(longest)
+    kinds = functions.kinds(max(longest, export.shared_context or 0))
     # Of each kind: the end of a function's name, and a layer.
     layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
     for length in export.lengths_tokens:
@@ -174,7 +174,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     modules += expert_modules(functions, max(export.batch_size, export.eval_batch_size) * longest)
     modules += _head_modules(functions, export)
     if export.shared_context:
-        modules += cached_modules(functions, ranges[0], export.shared_context)
+        modules += cached_modules(functions, ranges[0], export.shared_context, layers)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     markers = [arrays(functions.markers(layer)) for _, layer in layers]

@@ -20,7 +20,7 @@ from ondevice.core.manifest import port
 from ondevice.core.program import FUSED, ProgramModule
 from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, OneBlock
-from ondevice.methods.mesp.cached import BlockCached, cache_ports
+from ondevice.methods.mesp.cached import BlockCached, BlockRecurrent, cached_module
 from ondevice.methods.mesp.frozen import Int8Matrix, Q4Matrix
 from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.kernels import Dense
@@ -203,8 +203,10 @@ class FusedForward(_Fused, BlockForward):
 class FusedCached(_Placed, BlockCached):
     """See `BlockCached`."""
 
-    def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
-        super().__init__(functions, tokens, context)
+    def __init__(
+        self, functions: BlockFunctions, tokens: int, context: int, layer: int = 0
+    ) -> None:
+        super().__init__(functions, tokens, context, layer)
         self.cos = self.cos.reshape(context, -1)
         self.sin = self.sin.reshape(context, -1)
 
@@ -223,8 +225,13 @@ class FusedCached(_Placed, BlockCached):
         new: tuple[Tensor, Tensor],
         start: Tensor,
     ) -> Tensor:
-        scale = self.functions.dims.head_dim**-0.5
-        return OPS.attend_cached(q, *kv, *cache, start, scale).view(self.tokens, -1)
+        if self.window:
+            return super().attend(q, kv, cache, new, start)
+        return OPS.attend_cached(q, *kv, *cache, start, self.scale).view(self.tokens, -1)
+
+
+class FusedRecurrent(FusedCached, BlockRecurrent):
+    """See `BlockRecurrent`."""
 
 
 class FusedLogits(nn.Module):
@@ -331,26 +338,28 @@ def cached_in_ops(functions: BlockFunctions, stock: list[ProgramModule]) -> list
     """Return the functions that answer: those of `stock`, one that reads `WIDE_TOKENS` of a prompt,
     and the logits of one position over the whole head."""
     dims = functions.dims
-    (given,) = [one for one in stock if one.name == "block_decode"] or [None]
-    if given is None:
+    blocks = [one for one in stock if isinstance(one.module, BlockCached)]
+    if not blocks:
         return []
-    _, start, *cache, adapter = (one for one in given.inputs if one.role != "frozen")
-    context = cache[1].shape[1]
     modules = []
-    for name in ("prefill", "decode", WIDE):
-        tokens = next((one.inputs[0].shape[0] for one in stock if one.name == f"block_{name}"), 0)
-        tokens = tokens or min(WIDE_TOKENS, context)
-        hidden = port("hidden", "hidden", (tokens, dims.hidden))
-        block = FusedCached(functions, tokens, context)
-        inputs = (hidden, start, *cache, adapter, *functions.frozen())
-        outputs = (hidden, *cache_ports(dims, tokens))
-        modules.append(ProgramModule(f"{FUSED}block_{name}", block, inputs, outputs))
-        if name == WIDE:
-            ids = port("ids", "ids", (1, tokens), "int64", "token id")
-            embed = ProgramModule(
-                f"{FUSED}embed_{name}", Embed(functions), (ids, *functions.table), (hidden,)
-            )
-            modules.append(embed)
+    wide = 0
+    for one in blocks:
+        stocks: Any = one.module
+        context = len(stocks.places)
+        kind = FusedRecurrent if isinstance(stocks, BlockRecurrent) else FusedCached
+        adapter = next(given for given in one.inputs if given.role == "state")
+        sizes = {one.name: stocks.tokens}
+        if stocks.tokens == 1:
+            wide = min(WIDE_TOKENS, context)
+            sizes[one.name.replace("decode", WIDE)] = wide
+        modules += [
+            cached_module(kind, functions, FUSED + name, tokens, context, adapter, stocks.layer)
+            for name, tokens in sizes.items()
+        ]
+    ids = port("ids", "ids", (1, wide), "int64", "token id")
+    hidden = port("hidden", "hidden", (wide, dims.hidden))
+    embed = Embed(functions)
+    modules.append(ProgramModule(f"{FUSED}embed_{WIDE}", embed, (ids, *functions.table), (hidden,)))
     head = functions.table_form.ports(functions.head_name, (dims.vocab, dims.hidden))
     one = port("hidden", "hidden", (1, dims.hidden))
     logits = port("logits", "logits", (1, dims.vocab))

@@ -30,6 +30,7 @@ from ondevice.core.program import (
     ProgramModule,
 )
 from ondevice.core.session import OPTIMIZER_STEP
+from ondevice.core.traits import beyond_llama
 from ondevice.methods.mesp import agreement, blocks, program
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.cached import PREFILL_TOKENS, attend_cached, cache_ports
@@ -305,7 +306,9 @@ class PrefillBody(_Body):
         q, k, v = s.project(block, s.norm(block, x), 1)
         q, k = s.rope(block, q, k, (cos, sin))
         new = k[0].permute(1, 2, 0), v[0].permute(1, 0, 2)
-        o = attend_cached(dims, q, (keys, values), new, unread, self.causal, contiguous=False)
+        o = attend_cached(
+            q, (keys, values), new, unread, self.causal, dims.head_dim**-0.5, contiguous=False
+        )
         return self.change(block, x, o), *new
 
     def stages(self) -> Stages:
@@ -379,6 +382,11 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
     if export.quantize != "none":
         problems.append(
             f"export.quantize is {export.quantize}: mesp on the NPU has float16 weights, none"
+        )
+    if export.shared_context and (beyond := beyond_llama(dims.traits)):
+        problems.append(
+            "export.context_tokens on the NPU is for blocks like Llama's; this model's have "
+            f"{', '.join(beyond)}"
         )
     if export.next_token and export.batch_size != 1:
         problems.append(

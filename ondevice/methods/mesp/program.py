@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ondevice.core.dims import MoeDims, is_expert_parameter
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import GraphProgram, TorchProgram
-from ondevice.core.traits import beyond_llama
 from ondevice.methods import base_weights
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
@@ -102,11 +101,6 @@ def _mixture_problems(config: MespConfig, export: ExportConfig, dims: MoeDims) -
             f"method.target_modules has {', '.join(on_experts)}: a block program has no adapters on "
             f"experts; expected {', '.join(dims.linear_shapes)}"
         )
-    if dims.dense_layers and export.shared_context:
-        problems.append(
-            f"{dims.family} has no experts in layers {', '.join(map(str, dims.dense_layers))}: "
-            "export.context_tokens needs blocks of one kind"
-        )
     if export.rounding == "rows":
         problems.append(
             "export.rounding is rows: levels of experts are not chosen on rows; expected nearest"
@@ -120,11 +114,8 @@ def _context_problems(export: ExportConfig, dims: ModelDims, context_tokens: int
         problems.append(
             "export.context_tokens needs weights that are none, int8 or q4, or answers=packed"
         )
-    if beyond := beyond_llama(dims.traits):
-        problems.append(
-            "export.context_tokens is for blocks like Llama's; this model's have "
-            f"{', '.join(beyond)}"
-        )
+    if not any(map(dims.traits.attends, range(dims.layers))):
+        problems.append("export.context_tokens needs a layer with attention; this model has none")
     if context_tokens > dims.max_positions:
         problems.append(
             f"export.context_tokens is {context_tokens}: the model takes {dims.max_positions}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ondevice.artifact.manifest import ANSWERS, ANSWERS_FILE, read_manifest
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object, well_formed
 from ondevice.data.tasks.trained import TrainedTask
-from ondevice.exporters.executorch.blocks_model import KEPT
+from ondevice.exporters.executorch.cache import kept_bytes
 from ondevice.exporters.executorch.packed import has_answers
 from ondevice.generation.generator import Generator
 from ondevice.generation.prompt import end_tokens
@@ -57,9 +56,8 @@ class Program:
             described = read_object(answers / ANSWERS_FILE, ArtifactError)
             with well_formed(answers / ANSWERS_FILE, ArtifactError, hint="copy it again"):
                 planned = int(described["planned_bytes"])
-        elif "block_prefill" in spec.methods:
-            ports = [one for one in spec.methods["block_prefill"].inputs if one.role in KEPT]
-            cached = 4 * spec.layers * sum(math.prod(port.shape) for port in ports)
+        else:
+            cached = kept_bytes(spec)
         files = (path for path in used.rglob("*") if path.is_file())
         return {
             "program and weights": sum(path.stat().st_size for path in files),

@@ -196,8 +196,7 @@ def test_blocks_without_experts_and_other_mixers_are_kinds_of_a_program(
         ports = {one.name.format(layer=layer) for one in functions.frozen(layer)}
         assert ports <= set(of_layer)
     if family == "qwen2_moe":
-        problems = target("android-cpu").check(job(folder, {}, context_tokens=40))
-        assert any("no experts in layers 1" in one for one in problems), problems
+        assert not target("android-cpu").check(job(folder, {}, context_tokens=40))
 
 
 def test_a_host_calls_experts_only_of_blocks_that_have_some() -> None:

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ondevice.api.export import export
+from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import DataError
 from ondevice.core.registry import method_config, open_session, target
 from ondevice.core.session import IGNORE
 from ondevice.data import Batches
@@ -22,7 +25,9 @@ from ondevice.data.reading import read_dataset
 from ondevice.models import load_model
 from tests.cli.command import CommandLine, write_rows
 from tests.eager_program import computing_in_pytorch
+from tests.methods.reference import batch
 from tests.models.checkpoints import add_processor, save_checkpoint
+from tests.programs import config
 
 pytest.importorskip("executorch.exir")
 TAKEN, REFUSED = "SmolVLM2-2.2B-Instruct", "Qwen3.5-0.8B"
@@ -123,6 +128,23 @@ def test_gradients_of_rows_with_images_are_those_of_the_checkpoint(
     swapped = np.where(batch.ids >= FIRST_ID, 0, batch.ids)
     labels = np.where(batch.ids >= FIRST_ID, IGNORE, batch.labels)
     assert not np.allclose(program.evaluate(swapped, labels)[0], nll, rtol=1e-4)
+
+
+def test_tokens_of_pictures_without_a_tower_are_refused_by_name(tmp_path: Path) -> None:
+    """Nothing stands in their place: token 0 would be trained on in silence."""
+    with computing_in_pytorch():
+        folder = export(config("blocks of lfm2, q4"), tmp_path / "art").path
+        session: Any = open_artifact(folder)
+        ids, labels = batch(1, 16, seed=0)
+        ids[0, 3] = FIRST_ID + 5
+        before = session.state()["adapter"].tobytes()
+        calls = (lambda: session.step(ids, labels, 0, 1e-2), lambda: session.evaluate(ids, labels))
+        for run in calls:
+            with pytest.raises(DataError) as caught:
+                run()
+            assert "tokens of pictures" in caught.value.message
+            assert "take_pictures" in str(caught.value.hint)
+        assert session.state()["adapter"].tobytes() == before
 
 
 def test_a_run_of_an_artifact_trains_on_images(place: Path, command: CommandLine) -> None:

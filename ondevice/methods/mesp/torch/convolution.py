@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.mesp.torch.block import Block, BlockLayers, OnGradient
-from ondevice.nn.short_conv import short_conv, short_conv_backward
+from ondevice.nn.short_conv import short_conv, short_conv_backward, short_conv_behind
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kept import Kept
@@ -26,6 +26,15 @@ class Convolution(BlockLayers):
         bcx = bcx.view(rows, n.shape[0] // rows, -1)
         b, c, x = bcx.chunk(3, -1)
         return (c * self._convolved_rows(short_conv, block, b * x)).flatten(0, 1), bcx
+
+    def convolve_behind(
+        self, block: Block, n: Tensor, earlier: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return o [T, D] of new tokens, and b * x of the last tokens for those behind them; see
+        `short_conv_behind`."""
+        b, c, x = self.linear(block, "conv_in", n).chunk(3, -1)
+        y, kept = short_conv_behind(b * x, earlier, block.mixer["taps"], last)
+        return c * y, kept
 
     def convolve_backward(self, block: Block, g: Tensor, bcx: Tensor, position: Position) -> Tensor:
         """Return the gradient of b, c and x, [B, T, 3 D]."""

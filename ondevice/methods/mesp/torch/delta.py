@@ -3,6 +3,7 @@ that passed a short convolution, and a norm of its output, times the gate silu(z
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from ondevice.methods.mesp.torch.block import Block, BlockLayers, OnGradient
 from ondevice.nn.cross_entropy import cast, joined, wide
 from ondevice.nn.delta_rule import DeltaChunk, DeltaInputs, chunk_bounds
-from ondevice.nn.short_conv import short_conv, short_conv_backward
+from ondevice.nn.short_conv import short_conv, short_conv_backward, short_conv_behind
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kept import Kept
@@ -65,8 +66,46 @@ class Delta(BlockLayers):
             state = chunk.next_state()
         o = joined(outputs, 1)
         z = z.unflatten(-1, (heads, width))
-        gated = cast(self._normed(block, o) * silu(wide(z)), n.dtype)
-        return self._by_token(gated), Corrected(qkv, z, b, a, o, states)
+        return self._by_token(self._gated(block, o, z)), Corrected(qkv, z, b, a, o, states)
+
+    def correct_behind(
+        self,
+        block: Block,
+        n: Tensor,
+        earlier: Tensor,
+        state: Tensor,
+        last: Tensor,
+        real: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return o [T, heads * width] of new tokens, and for those behind them the last tokens
+        before the convolution and the state.
+
+        Args:
+            earlier: the last tokens that were read, [P, channels], before the convolution.
+            state: behind them, [heads, key width, width].
+            last: see `short_conv_behind`.
+            real: float32 [T], 0 for what fills up: it lets nothing decay and corrects nothing.
+        """
+        qkv, z, b, a = (self._by_row(self.linear(block, part, n), 1) for part in PROJECTIONS)
+        convolved, kept = short_conv_behind(qkv[0], earlier, block.mixer["taps"], last)
+        outputs: list[Tensor] = []
+        state = state[None]
+        for low, high in chunk_bounds(len(n)):
+            own = (b[:, low:high], a[:, low:high])
+            inputs = self._inputs(block, convolved[None, low:high], *own)
+            inputs = replace(
+                inputs, decay=inputs.decay * real[low:high], beta=inputs.beta * real[low:high]
+            )
+            chunk = DeltaChunk(inputs, state)
+            outputs.append(chunk.output().transpose(1, 2))
+            state = chunk.next_state()
+        o = joined(outputs, 1)
+        gated = self._gated(block, o, z.view(o.shape))
+        return self._by_token(gated), kept, state[0]
+
+    def _gated(self, block: Block, o: Tensor, z: Tensor) -> Tensor:
+        """Return the norm of each head times the gate, [B, T, heads, width]."""
+        return cast(self._normed(block, o) * silu(wide(z)), z.dtype)
 
     def correct_backward(
         self, block: Block, g: Tensor, waits: Corrected, position: Position

@@ -75,6 +75,9 @@ internal object BlocksCheck {
 
         /** The functions that keep keys [heads, width, context] and values [heads, context, width]. */
         private fun cached() {
+            if (spec.blocks!!.kinds.isNotEmpty() || inputWidth != null) {
+                throw ManifestCheck.wrong("program_spec.kinds", "blocks of one kind, where they keep keys and values: export without context_tokens", spec.blocks.kinds)
+            }
             val where = "program_spec.methods.${CachedReader.BLOCK_DECODE}.inputs"
             val inputs = ManifestCheck.method(spec, CachedReader.BLOCK_DECODE).inputs
             val (heads, wide, context) = inputs.firstOrNull { it.role == Role.KEYS }?.shape?.takeIf { it.size == 3 }

@@ -101,10 +101,13 @@ class TokenReaderTest {
             all[method] = old + (side to (old[side] as List<*>).map { change(it as Map<*, *>) })
         }
         with {}
+        val layers = (spec["layers"] as Number).toInt()
+        fun kinds() = ManifestReader.parse(Json.write(top.mapKeys { it.key.toString() } + ("program_spec" to spec + ("kinds" to List(layers) { 0 }))))
         fun refused(vararg words: String, work: () -> Unit) {
             val said = assertThrows(OndeviceException::class.java) { work() }.toString()
             for (word in words) assertTrue(word in said, said)
         }
+        refused("blocks of one kind", "without context_tokens") { kinds() }
         refused("a method embed_prefill") { with { it.remove("embed_prefill") } }
         refused("block_prefill.inputs.values", "float32 [") {
             ports("block_prefill", "inputs") { if (it["role"] == "values") it + ("shape" to listOf(1, 2, 3)) else it }
