@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.lsp.config import ProjectorConfig, checks_bias
+from ondevice.methods.lsp.config import ProjectorConfig
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Group, Matrix, Plane, carried
 from ondevice.methods.lsp.projected import is_projected, numbered
@@ -137,11 +137,6 @@ class LspAdamW:
 
     def _watch(self) -> None:
         """Before a step that is to check the bias, let every matrix do so at its first gradient."""
-        if not checks_bias(self.config, self.count):
-            for _, matrix, _, _ in self.entries:
-                if matrix is not None:  # an expert without tokens since the last check
-                    matrix.watch = None
-            return
         moments: dict[int, tuple[Tensor, Tensor]] = {}
 
         @torch.no_grad()
@@ -157,4 +152,5 @@ class LspAdamW:
 
         for _, matrix, m, v in self.entries:
             if matrix is not None:
-                moments[matrix.number], matrix.watch = (m, v), check
+                due = matrix.checks(self.count)
+                moments[matrix.number], matrix.watch = (m, v), check if due else None

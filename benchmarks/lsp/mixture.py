@@ -9,9 +9,9 @@ of rows that no step saw. `off` is how far a loss is above that of full training
 which draws rows and projectors.
 
 A variant is a subspace and words after colons: `48:signs:tables` has `projector_values: signs` with
-`nonzeros: 1` instead of four normal numbers a row, and `project_tables: false`; `every25` draws new
-projectors every 25 steps; `@2e-3` is its own rate. With `--log` finished runs are kept there, and
-what is there is not run again.
+`nonzeros: 1` instead of four normal numbers a row, and `project_tables: false`; `followed` has
+`projector_values: followed`; `every25` checks projectors every 25 steps; `@2e-3` is its own rate.
+With `--log` finished runs are kept there, and what is there is not run again.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def settings_of(variant: str) -> dict[str, Any]:
     for word in words:
         if word == "signs":
             settings |= {"projector_values": "signs", "nonzeros": 1}
+        elif word == "followed":
+            settings["projector_values"] = "followed"
         elif word == "tables":
             settings["project_tables"] = False
         else:

@@ -138,6 +138,10 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
     assert near.code == 2 and "did you mean 'gradient_buffers'" in near.err
     both = refused("c", project="false", weight_dtype="nf4")
     assert both.code == 2 and "project: true" in both.err
+    packed = refused("p", projector_values="followed", weight_dtype="nf4", learned="false")
+    assert packed.code == 2 and "weight_dtype: nf4 retains all former ones" in packed.err
+    two = refused("q", projector_values="followed", learned="true")
+    assert two.code == 2 and "learned: true fits drawn values" in two.err
     bus = refused("d", "--bus-limit", "0")
     assert bus.code == 2 and "bus_limit_gb_per_s" in bus.err
     other = ondevice(

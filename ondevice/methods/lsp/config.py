@@ -25,8 +25,9 @@ class ProjectorConfig(StrictConfig):
     nonzeros: int = Field(default=8, ge=1)
     """Values other than zero in each row of a projector (d)."""
 
-    projector_values: Literal["normal", "signs"] = "normal"
-    """Drawn values: normal numbers, or balanced signs, which err less."""
+    projector_values: Literal["normal", "signs", "followed"] = "normal"
+    """Drawn values: normal numbers, or balanced signs, which err less. `followed`: dense projectors
+    that each check turns towards the gradient's leading directions; 10 is a good `check_every`."""
 
     project_tables: bool = True
     """Project embedding and output head, too."""
@@ -50,6 +51,12 @@ class ProjectorConfig(StrictConfig):
 
     gamma: float = Field(default=1e-3, ge=0)
     """Weight of the projectors' mean squares, relative to the bias, while they are learned."""
+
+    @model_validator(mode="after")
+    def _one_way_to_values(self) -> Self:
+        if self.learned and self.projector_values == "followed":
+            raise ValueError("learned: true fits drawn values; projector_values: followed has none")
+        return self
 
 
 def checks_bias(config: ProjectorConfig, step: int) -> bool:
@@ -128,6 +135,11 @@ class LspConfig(EngineConfig, ProjectorConfig):
         if self.optimizer == "muon":
             raise ValueError(
                 "optimizer: muon is slideformer's: a change in a subspace is not a weight"
+            )
+        if self.projector_values == "followed" and self.weight_dtype in ("int8", "nf4"):
+            raise ValueError(
+                "projector_values: followed changes projectors at each check, and "
+                f"weight_dtype: {self.weight_dtype} retains all former ones; use compute or float32"
             )
         if self.moments == "int8":
             raise ValueError(

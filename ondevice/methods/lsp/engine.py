@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ondevice.core.errors import ModelError
 from ondevice.methods.lsp.bases import Base, OnHost, Quantised, Resident
-from ondevice.methods.lsp.config import FOLDED, checks_bias
+from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
 from ondevice.methods.lsp.projected import PastChange, ProjectedUnit, split, widen, wires
@@ -286,12 +286,14 @@ class LspEngine(OffloadEngine):
 
     def _watch(self, step: int) -> None:
         """Let every matrix check its bias in this step, if it is one for it."""
-        self.graphs.paused = due = checks_bias(self.config, step)
+        watched = False
         for part in self.parts:
             for piece, matrix, own in part.matrices:
                 matrix.watch = None
-                if due:
+                if matrix.checks(step):
                     matrix.watch = partial(self._check_bias, part, piece, own)
+                    watched = True
+        self.graphs.paused = watched
 
     @torch.no_grad()
     def _check_bias(

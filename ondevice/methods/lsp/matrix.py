@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.methods.lsp.config import checks_bias
 from ondevice.methods.lsp.fit import Descents, fit, relative_bias
-from ondevice.methods.lsp.projector import Projector, draw
+from ondevice.methods.lsp.projector import Projector, draw, followed, widened
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import ProjectorConfig
@@ -70,37 +71,52 @@ class Group:
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have
         self.members: list[Matrix] = []
         self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        self.views: dict[torch.dtype, tuple[Tensor, list[DenseProjectors]]] = {}
+        self.views: dict[torch.dtype, tuple[Tensor | None, list[DenseProjectors]]] = {}
+        self.wide: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
         """Add a matrix; return the offsets of its dense projectors."""
         self.members.append(matrix)
         start = self.numel
-        middle = self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
-        self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
+        middle = self.numel + _scattered(matrix.left)
+        self.numel = middle + _scattered(matrix.right)
         return start, middle
 
     def pairs(self, dtype: torch.dtype) -> list[DenseProjectors]:
-        """Return the members' dense projectors, [rows, s], in memory that is shared; None for the
-        identity."""
-        if not self.numel:
-            return [(None, None)] * len(self.members)
-        memory = self.plane.show(self, dtype)
+        """Return the members' dense projectors, [rows, s], in memory that is shared, or their own
+        if they are stored dense; None for the identity."""
+        memory = self.plane.show(self, dtype) if self.numel else None
         if dtype not in self.views or self.views[dtype][0] is not memory:
-            pairs: list[DenseProjectors] = []
-            for matrix in self.members:
-                sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
-                pair = [
-                    None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size)
-                    for at, p in sides
-                ]
-                pairs.append((pair[0], pair[1]))
+            pairs = [
+                (self._side(matrix, 0, dtype, memory), self._side(matrix, 1, dtype, memory))
+                for matrix in self.members
+            ]
             self.views[dtype] = memory, pairs
         return self.views[dtype][1]
 
+    def _side(
+        self, matrix: Matrix, side: int, dtype: torch.dtype, memory: Tensor | None
+    ) -> Tensor | None:
+        projector = (matrix.left, matrix.right)[side]
+        if projector.values is not None and projector.is_dense:
+            # A copy, in place for all time: a graph has its address.
+            key = (dtype, matrix.place, side)
+            if key not in self.wide:
+                self.wide[key] = projector.values.to(dtype, copy=True)
+            return self.wide[key]
+        if projector.exact or memory is None:
+            return None
+        at = matrix.starts[side]
+        return memory[at : at + projector.rows * projector.size].view(projector.rows, -1)
+
     def changed(self, matrix: Matrix) -> None:
         """Note that a member has other projectors of the same shape."""
+        for dtype in self.views:
+            for number, side in enumerate((matrix.left, matrix.right)):
+                wide = self.wide.get((dtype, matrix.place, number))
+                if wide is not None and side.values is not None:
+                    wide.copy_(side.values)
         low = 0
         for member in self.members:
             for start, side in zip(member.starts, (member.left, member.right), strict=True):
@@ -117,8 +133,8 @@ class Group:
     def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return positions, int64, and values of all members in the plane."""
         if dtype not in self.known:
-            positions = []
-            values = []
+            positions = [torch.empty(0, dtype=torch.int64, device=self.device)]
+            values = [torch.empty(0, dtype=dtype, device=self.device)]
             for matrix in self.members:
                 for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
                     if side.positions is not None and side.values is not None:
@@ -194,8 +210,8 @@ class Matrix:
         self.turn = 0
         self.gradient: Tensor | None = None
         self.watch: Callable[[Matrix, Tensor], None] | None = None
-        self.put(*self.drawn(0))
         self.place = len(group.members)
+        self.put(*self.drawn(0))
         self.starts = group.add(self)
 
     @property
@@ -222,11 +238,14 @@ class Matrix:
     def drawn(self, turn: int) -> tuple[Projector, Projector]:
         """Return the random pair of that turn."""
         c = self.config
-        signs = c.projector_values == "signs"
+        signs = self.follows or c.projector_values == "signs"
+        nonzeros = 1 if self.follows else c.nonzeros
         left, right = (
-            draw(side, c.subspace, c.nonzeros, self.seed, turn, tensor, self.device, signs)
+            draw(side, c.subspace, nonzeros, self.seed, turn, tensor, self.device, signs)
             for tensor, side in enumerate(self.shape, 2 * self.number)
         )
+        if self.follows:
+            return widened(left), widened(right)
         return left, right
 
     def collect(self, rows: Tensor, columns: Tensor) -> None:
@@ -269,6 +288,16 @@ class Matrix:
         """Return both projectors, dense, in memory that is shared."""
         return self.group.pairs(dtype)[self.place]
 
+    def checks(self, step: int) -> bool:
+        """Return True if step `step` (from 0) checks it. A projector that is to follow the gradient
+        does so from the first on: an expert's is in the first step that has tokens for it."""
+        return checks_bias(self.config, step) or (self.follows and self.turn == 0)
+
+    @property
+    def follows(self) -> bool:
+        """True if projectors follow the gradient."""
+        return self.config.projector_values == "followed"
+
     def refresh(
         self, gradient: Tensor, first: Callable[[Tensor], Tensor] | None = None
     ) -> BiasCheck:
@@ -279,16 +308,16 @@ class Matrix:
                 what they learn.
         """
         before = self._agreed(relative_bias(self.left, self.right, gradient), first)
-        if (
-            not before >= self.config.threshold
-            or before == math.inf
-            or (self.left.exact and self.right.exact)
-        ):
+        threshold = 0.0 if self.follows and self.turn == 0 else self.config.threshold
+        if not before >= threshold or before == math.inf or (self.left.exact and self.right.exact):
             return BiasCheck(before)
         c = self.config
         old = (self.left, self.right)
         self.turn += 1
-        pair = self.drawn(self.turn)
+        if self.follows:
+            pair = followed(old[0], gradient), followed(old[1], gradient.T)
+        else:
+            pair = self.drawn(self.turn)
         if c.learned:
             fitted = fit(
                 *pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents
@@ -297,13 +326,19 @@ class Matrix:
             after = self._agreed(fitted.bias, first)
             if not after < before:
                 return BiasCheck(before)
-            for side in pair:
-                if first is not None and side.values is not None:
-                    side.values = first(side.values)
-        else:
+        for side in pair:
+            if first is not None and side.values is not None:
+                side.values = first(side.values)
+            if first is not None and side.shares is not None:
+                side.shares = first(side.shares)
+        if not c.learned:
             after = relative_bias(*pair, gradient)
         self.put(*pair)
         carry = _between(self.left, old[0]), _between(self.right, old[1]).T
+        if self.follows:
+            # Orthonormal projectors carry lengths as they are. They fit this gradient better than
+            # others, and a factor made of it would let the second moment grow with each check.
+            return BiasCheck(before, after, carry)
         return BiasCheck(before, after, carry, *_factors(gradient, pair, old, carry))
 
     def _agreed(self, value: float, first: Callable[[Tensor], Tensor] | None) -> float:
@@ -396,6 +431,11 @@ def _factors(
     if length:
         momentum = max(0.0, float((known * here).sum()) / length)
     return momentum, float(here.square().sum()) / squares if squares else 1.0
+
+
+def _scattered(side: Projector) -> int:
+    """Elements of the plane that a side takes."""
+    return 0 if side.positions is None else side.rows * side.size
 
 
 def _between(new: Projector, old: Projector) -> Tensor:

@@ -56,25 +56,34 @@ def memory(
     if not tables:  # they slide, a tile of the head and the batch's rows at a time
         there -= (2 - dims.tied) * table
     leaving = GRADIENT_SLOTS * sizes.widest + sum(shape.numel for shape in tables)
-    values = (min(config.nonzeros, config.subspace) * shape.sides * shape.count for shape in shapes)
     parts = {
         "weights": int(dims.layers * _weights(dims, config, item)) if shapes else 0,
         "wires": there * item,
         "window": min(config.window, dims.layers) * layer * item if shapes else 0,
         "tables": len(tables) * table * item,
         "head": 2 * min(2, config.loss_tiles) * tile * dims.hidden * item,
-        "projectors": sum(values) * (PROJECTOR_BYTES + FLAT_BYTES + item),
-        "dense projectors": item
-        * max(
-            sum(shape.each * shape.dense for shape in shapes if shape.kind == kind)
-            for kind in KINDS
-        ),
+        **_projectors(config, shapes, item),
         "gradients of experts": experts * item,
         "gradients on the way": (leaving + tokens * dims.hidden) * item,
         "bias check": _bias_check(config, shapes, layer, item),
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def _projectors(config: LspConfig, shapes: list[Projected], item: int) -> dict[str, int]:
+    """Bytes of projectors as they are stored, and of those of a layer as they are multiplied.
+    Followed ones are stored dense: their values, and these in the compute dtype."""
+    if config.projector_values == "followed":
+        return {"projectors": sum(shape.count * shape.dense for shape in shapes) * (4 + item)}
+    values = sum(shape.sides * shape.count for shape in shapes)
+    dense = (sum(s.each * s.dense for s in shapes if s.kind == kind) for kind in KINDS)
+    return {
+        "projectors": values
+        * min(config.nonzeros, config.subspace)
+        * (PROJECTOR_BYTES + FLAT_BYTES + item),
+        "dense projectors": item * max(dense),
+    }
 
 
 def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
@@ -170,7 +179,8 @@ def _notes(dims: ModelDims, config: LspConfig) -> list[str]:
 
 def _smaller_weights(config: LspConfig, batch_size: int) -> LspConfig | None:
     quantised = config.weight_dtype in QUANTISED_BYTES
-    if not config.project or quantised or config.weight_placement == "host":
+    follows = config.projector_values == "followed"  # which a quantised base cannot
+    if not config.project or quantised or follows or config.weight_placement == "host":
         return None
     return config.model_copy(update={"weight_dtype": "nf4"})
 

@@ -8,11 +8,15 @@ longer than the subspace is not projected: P = I.
 
 Signs of size 1 / sqrt(d) are unbiased, too, and closer: every row has length 1. Their positions are
 balanced, so that no column is empty while others have many rows. With d = 1 the columns are
-orthogonal (count sketch), and the estimate's error is the least that s numbers a side allow."""
+orthogonal (count sketch), and the estimate's error is the least that s numbers a side allow.
+
+A projector that follows the gradient is dense: orthonormal columns, which a step of subspace
+iteration a check turns towards the leading eigenvectors of a moving mean of G G^T / ||G||^2. Of the
+mean only the subspace is retained, with each direction's share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +24,12 @@ from torch import Tensor
 
 from ondevice.runtime_ops import generator
 
+KEPT = 0.8
+"""Factor of the moving mean at each check."""
+FIRST_TURNS = 3
+"""Steps of subspace iteration on the first gradient, before which the subspace was drawn."""
+DRAWN_KEPT = 1e-3
+"""Weight of the drawn subspace in these: directions that the gradient lacks stay as they were."""
 POSITIONS = 1
 """The generator's query that positions are drawn from; values are query 0."""
 
@@ -30,8 +40,11 @@ class Projector:
 
     Attributes:
         rows: of the side; `size` of the subspace.
-        positions: int64 [rows, d]; None if the side is not projected.
-        values: float32 [rows, d].
+        positions: int64 [rows, d]; None if the side is dense or not projected.
+        values: float32 [rows, d], or [rows, size] of a dense one; None if the side is not
+            projected.
+        shares: float32 [size], of a dense one: each direction's in the moving mean; zero if it was
+            only drawn.
     """
 
     rows: int
@@ -39,33 +52,44 @@ class Projector:
     device: torch.device
     positions: Tensor | None = None
     values: Tensor | None = None
+    shares: Tensor | None = None
 
     @property
     def exact(self) -> bool:
         """True for the identity."""
-        return self.positions is None
+        return self.values is None
+
+    @property
+    def is_dense(self) -> bool:
+        """True if every value is stored."""
+        return self.positions is None and self.values is not None
 
     @property
     def bytes(self) -> int:
         """Of positions, as they are stored, and values."""
-        return sum(t.nbytes for t in (self.positions, self.values) if t is not None)
+        return sum(t.nbytes for t in (self.positions, self.values, self.shares) if t is not None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return [rows, size] in `dtype`."""
-        if self.positions is None or self.values is None:
+        if self.values is None:
             return torch.eye(self.rows, dtype=dtype, device=self.device)
+        if self.positions is None:
+            return self.values.to(dtype)
         table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
         return table.scatter_(1, self.positions, self.values.to(dtype))
 
     def part(self, rows: slice) -> Projector:
         """Return the projector of some of the rows; the identity stays whole."""
-        if self.positions is None or self.values is None:
+        if self.values is None:
             return self
-        positions = self.positions[rows]
-        return Projector(len(positions), self.size, self.device, positions, self.values[rows])
+        positions = None if self.positions is None else self.positions[rows]
+        values = self.values[rows]
+        return Projector(len(values), self.size, self.device, positions, values)
 
     def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows int64 [R] of it, dense: [R, size]."""
+        if self.is_dense:
+            return self.dense(dtype)[rows]
         dense = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)
         if self.positions is None or self.values is None:
             return dense.scatter_(1, rows[:, None], 1.0)
@@ -115,3 +139,35 @@ def draw(
     return Projector(
         rows, size, where, torch.from_numpy(positions).to(where), torch.from_numpy(values).to(where)
     )
+
+
+def widened(side: Projector) -> Projector:
+    """Return drawn signs, one a row, as a dense projector: its columns are orthonormal."""
+    if side.exact:
+        return side
+    values = side.dense(torch.float32)
+    values = values / torch.linalg.vector_norm(values, dim=0)
+    return replace(side, positions=None, values=values, shares=values.new_zeros(side.size))
+
+
+def followed(side: Projector, gradient: Tensor) -> Projector:
+    """Return a dense projector turned towards the leading left singular vectors of a gradient.
+
+    Args:
+        side: dense, orthonormal columns [m, s]; one that is not projected stays.
+        gradient: [m, n], any floating dtype, not all zero.
+    """
+    if side.values is None or side.shares is None:
+        return side
+    g = gradient.float()
+    g = g / torch.linalg.vector_norm(g)
+    known = KEPT * side.shares
+    is_first = not known.any()
+    weights = known + DRAWN_KEPT * (1.0 if is_first else float(known.mean()))
+    basis = side.values
+    for _ in range(FIRST_TURNS if is_first else 1):
+        basis, upper = torch.linalg.qr(g @ (g.T @ basis) + weights * basis)
+        basis = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)
+    shares = known @ (side.values.T @ basis).square() + (g.T @ basis).square().sum(0)
+    # QR's result is laid out by columns; products of one that is read again would round otherwise.
+    return replace(side, values=basis.contiguous(), shares=shares)

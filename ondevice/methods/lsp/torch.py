@@ -216,26 +216,32 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
 def _pair(name: str, left: Projector, right: Projector) -> dict[str, Tensor]:
     tensors = {}
     for side, projector in zip(SIDES, (left, right), strict=True):
-        if projector.positions is not None and projector.values is not None:
+        if projector.positions is not None:
             tensors[f"{side}_positions/{name}"] = projector.positions.to("cpu", torch.int32)
+        if projector.values is not None:
             tensors[f"{side}_values/{name}"] = projector.values.cpu().clone()
+        if projector.shares is not None:
+            tensors[f"{side}_shares/{name}"] = projector.shares.cpu().clone()
     return tensors
 
 
 def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Projector]:
     projectors = []
     for side, like in zip(SIDES, (matrix.left, matrix.right), strict=True):
-        if like.positions is None or like.values is None:
+        if like.values is None:
             projectors.append(like)
             continue
-        positions = _array(saved, f"{side}_positions/{name}", like.positions.to("cpu", torch.int32))
-        values = _array(saved, f"{side}_values/{name}", like.values)
         where = like.device
-        projectors.append(
-            Projector(
-                like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)
-            )
-        )
+        positions = None
+        if like.positions is not None:
+            stored = like.positions.to("cpu", torch.int32)
+            positions = _array(saved, f"{side}_positions/{name}", stored).to(where, torch.int64)
+        values = _array(saved, f"{side}_values/{name}", like.values)
+        shares = like.shares
+        if shares is not None:
+            shares = _array(saved, f"{side}_shares/{name}", shares).to(where)
+        values = values.to(where)
+        projectors.append(Projector(like.rows, like.size, where, positions, values, shares))
     return projectors[0], projectors[1]
 
 

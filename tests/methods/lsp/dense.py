@@ -12,8 +12,10 @@ from ondevice.methods.lsp.projector import Projector, draw
 
 def table(side: Projector) -> torch.Tensor:
     """float64 [rows, size]."""
-    if side.positions is None or side.values is None:
+    if side.values is None:
         return torch.eye(side.rows, dtype=torch.float64)
+    if side.positions is None:
+        return side.values.double()
     built = np.zeros((side.rows, side.size))
     for row, (positions, values) in enumerate(
         zip(side.positions.tolist(), side.values.tolist(), strict=True)

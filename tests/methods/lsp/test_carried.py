@@ -166,3 +166,18 @@ def test_how_good_the_carried_second_moment_is(
     assert abs(mean) < abs(before), (totals, without)
     assert max(steps) <= 1, steps
     assert min(alike) >= correlations[0] and float(np.mean(alike)) >= correlations[1], alike
+
+
+@each_shape
+def test_followed_projectors_carry_moments_without_factors(
+    m: int, n: int, size: int, nonzeros: int
+) -> None:
+    """New ones fit the checked gradient better than others; a factor made of it would let the
+    second moment grow with each check."""
+    projection = matrix(m, n, size, nonzeros, learned=False, projector_values="followed")
+    second = torch.ones(projection.sizes)
+    for step in range(20):
+        look = projection.refresh(low_rank(m, n, 3, seed=step))
+        assert (look.momentum, look.energy) == (1.0, 1.0)
+        _, second = carried(second, second, look)
+    assert float(second.sum()) <= second.numel() * (1 + 1e-4)

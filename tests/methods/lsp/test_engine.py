@@ -106,6 +106,36 @@ def furthest(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+FOLLOWED = {**PROJECTORS, "learned": False, "projector_values": "followed", "check_every": 3}
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen3_moe"])
+def test_followed_projectors_are_those_in_memory(name: str) -> None:
+    """Across two refreshes."""
+    data = batches(STEPS)
+    losses, weights = in_memory(name, data, FOLLOWED)
+    ours, trained, _ = train(name, data, **FOLLOWED)
+    np.testing.assert_allclose(ours, losses, rtol=1e-4)
+    assert furthest(trained, weights) < 5e-3
+
+
+def test_an_expert_without_tokens_follows_the_first_gradient_that_it_has() -> None:
+    """A check of the first step cannot see it, and the next one is far away."""
+    family, sizes = FAMILIES["qwen3_moe"]
+    config = settings(**{**FOLLOWED, "check_every": 1000})
+    engine = LspEngine(tiny_model(family, **sizes).family, config, "cpu")
+    try:
+        turns = []
+        for step, (ids, _) in enumerate(batches(5, rows=1)):
+            few = ids[:, : 2 + 2 * step]
+            engine.step(few, few, step, RATE)
+            turns.append([m.turn for part in engine.parts for _, m, _ in part.matrices])
+    finally:
+        engine.close()
+    assert min(turns[0]) == 0 < max(turns[0])
+    assert sum(turns[-1]) > sum(turns[0]) and max(turns[-1]) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "tied", "qwen2"])
 @pytest.mark.parametrize("optimizer", ["auto", "torch"])
 def test_the_engine_is_the_method_in_memory(name: str, optimizer: str) -> None:

@@ -38,6 +38,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_tiles": 5}, {"tied": False}),
     ({"project_tables": False}, {}),
     ({"project_tables": False, "projector_values": "signs"}, {"tied": False}),
+    ({"projector_values": "followed"}, {"tied": False}),
+    ({"projector_values": "followed", "compute": "float32"}, {"family": "qwen3_moe"}),
     ({}, {"family": "granitemoe"}),
     ({}, {"family": "lfm2"}),
     ({}, {"family": "lfm2_moe"}),

@@ -10,9 +10,15 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from ondevice.methods.lsp.fit import relative_bias  # noqa: E402
-from ondevice.methods.lsp.projector import POSITIONS, Projector, draw  # noqa: E402
+from ondevice.methods.lsp.projector import (  # noqa: E402
+    POSITIONS,
+    Projector,
+    draw,
+    followed,
+    widened,
+)
 from ondevice.runtime_ops import generator  # noqa: E402
-from tests.methods.lsp.dense import normal, pair, table  # noqa: E402
+from tests.methods.lsp.dense import low_rank, near, normal, pair, table  # noqa: E402
 
 SIZES = [(33, 32, 4), (101, 37, 5), (64, 7, 3), (50, 9, 9), (13, 1, 1), (29, 8, 20), (5, 2, 1)]
 """Rows, size, nonzeros; d divides s in few of them, and is larger than s in one."""
@@ -180,3 +186,59 @@ def test_one_sign_a_row_makes_orthogonal_columns_and_errs_least() -> None:
     assert abs(found / least - 1) <= 5 * (2 / 144 + 2 / 1728) ** 0.5
     normals = [draw(side, size, 4, 1, 0, i) for i, side in enumerate((m, n))]
     assert relative_bias(*normals, gradient) > 1.3 * found
+
+
+@pytest.mark.parametrize(("rows", "size"), [(33, 7), (50, 9), (13, 1), (8, 8)])
+def test_drawn_signs_are_widened_to_orthonormal_columns(rows: int, size: int) -> None:
+    side = widened(draw(rows, size, 1, 3, 0, 4, signs=True))
+    assert side.is_dense == (rows > size) and side.exact == (rows <= size)
+    dense = side.dense(torch.float64)
+    near(dense.T @ dense, torch.eye(side.size, dtype=torch.float64), 1e-6)
+
+
+@pytest.mark.parametrize(("m", "n", "size"), [(41, 29, 5), (29, 61, 7), (50, 4, 9)])
+def test_a_followed_projector_turns_to_the_leading_directions_of_many_gradients(
+    m: int, n: int, size: int
+) -> None:
+    """Gradients of a common part of rank `size` with a quarter of noise: against the singular
+    vectors of the part in float64."""
+    common = low_rank(m, n, min(size, n))
+    side = widened(draw(m, size, 1, 0, 0, 0, signs=True))
+    kept = []
+    for step in range(30):
+        noise = normal(m, n, seed=step + 1)
+        gradient = common / common.norm() + 0.25 * noise / noise.norm()
+        side = followed(side, gradient)
+        values = side.dense(torch.float64)
+        near(values.T @ values, torch.eye(size, dtype=torch.float64), 1e-5)
+        part = values.T @ common.double()
+        kept.append(float(part.square().sum() / common.double().square().sum()))
+    assert kept[-1] > 0.97 and kept[-1] > kept[0]
+
+
+def test_one_gradient_moves_a_followed_subspace_by_its_share_only() -> None:
+    """What was followed for long outweighs one other gradient, and loses to many."""
+    first, other = (low_rank(40, 30, 3, seed=seed) for seed in (1, 2))
+    side = widened(draw(40, 3, 1, 0, 0, 0, signs=True))
+
+    def share(gradient: Tensor) -> float:
+        part = side.dense(torch.float32).T @ gradient
+        return float(part.square().sum() / gradient.square().sum())
+
+    for _ in range(8):
+        side = followed(side, first)
+    assert share(first) == pytest.approx(1.0, abs=1e-4)
+    side = followed(side, other)
+    assert share(first) > 0.8 > share(other)
+    for _ in range(40):
+        side = followed(side, other)
+    assert share(other) > 0.95
+
+
+def test_parts_and_rows_of_a_dense_projector_are_those_of_its_values() -> None:
+    side = widened(draw(33, 7, 1, 3, 0, 4, signs=True))
+    dense = side.dense(torch.float32)
+    assert torch.equal(side.part(slice(4, 9)).dense(torch.float32), dense[4:9])
+    rows = torch.tensor([30, 2, 2])
+    assert torch.equal(side.rows_of(rows, torch.float32), dense[rows])
+    assert side.bytes == 33 * 7 * 4 + 7 * 4

@@ -46,6 +46,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"max_grad_norm": 0.5, "schedule": "zero"}, True),
     ({"learned": False, "micro_batch_size": 2}, True),
     ({"moments": "bfloat16", "weight_decay": 0.1}, True),
+    ({"learned": False, "projector_values": "followed", "compute": "float32"}, False),
     ({"disk_fraction": 1.0, "disk_masters": True}, False),
 ]
 
