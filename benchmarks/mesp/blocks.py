@@ -63,6 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """As Llama blocks: Qwen3's norms of queries and keys are left out."""
 POLL_S = 0.01
 GGUF = "model.gguf"
+MADE = "made.json"
+"""In a program's folder: its lowering seconds and its bytes."""
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "program", "title": "Program"},
@@ -83,7 +85,8 @@ def main() -> None:
     if "--make" in sys.argv or "--serve" in sys.argv:
         role, name, model, layers, size, folder = sys.argv[1:7]
         if role == "--make":
-            print(json.dumps(make(name, model, int(layers), size, Path(folder))))
+            made = make(name, model, int(layers), size, Path(folder))
+            Path(folder, MADE).write_text(json.dumps(made))
         else:
             serve(name, int(layers), Path(folder))
         return
@@ -208,19 +211,19 @@ def measure(
     rows, served = [], {}
     for name in names:
         form = name.removesuffix(STOCK)
-        folder = (programs if programs and form in FORMS else scratch) / form
-        made: dict[str, Any] = {}
+        folder = (programs or scratch) / form
         if not folder.exists():
-            folder.mkdir()
+            folder.mkdir(parents=True)
             words = [form, model, str(layers), size, str(folder)]
             done = subprocess.run(
                 [*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False
             )
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-3000:]}")
-            made = json.loads(_last(done.stdout))
         words = [name, model, str(layers), size, str(folder)]
-        rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **made})
+        made = folder / MADE
+        told = json.loads(made.read_text()) if form == name and made.is_file() else {}
+        rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **told})
         print(rows[-1], flush=True)
         served[name] = Served(words)
     for turn in range(-warm_ups, repeats):
@@ -547,10 +550,6 @@ def _serve_peft(folder: Path, layers: int, compiled: bool = False) -> Opener:
 
 def _command(role: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.mesp.blocks", role]
-
-
-def _last(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 if __name__ == "__main__":
