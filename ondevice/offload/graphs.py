@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,17 +72,23 @@ class CudaRecord:
         are gone."""
         return CudaRecord(self.device)
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[None]:
         """Run the work of a block on the stream of the graphs: a library's workspace is one for
         each stream. Work before and after the block waits as usual."""
-        here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            here.wait_stream(self.stream)
+        return _on(self.stream, self.device)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Run the work of a block on a stream. It holds no graph, so that graphs which are dropped
+    within the block give their memory back."""
+    here = torch.cuda.current_stream(device)
+    stream.wait_stream(here)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        here.wait_stream(stream)
 
 
 def recorder(device: torch.device) -> CudaRecord | None:
