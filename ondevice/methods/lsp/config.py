@@ -26,8 +26,7 @@ class ProjectorConfig(StrictConfig):
     """Values other than zero in each row of a projector (d)."""
 
     projector_values: Literal["normal", "signs", "followed"] = "normal"
-    """Drawn values: normal numbers, or balanced signs, which err less. `followed`: dense projectors
-    that each check turns towards the gradient's leading directions; 10 is a good `check_every`."""
+    """Normal numbers, balanced signs, which err less, or dense ones that follow the gradient."""
 
     project_tables: bool = True
     """Project embedding and output head, too."""
