@@ -12,8 +12,8 @@ from typing import IO
 
 @contextmanager
 def without_lines(prefix: str) -> Iterator[None]:
-    """Drop, within the block, lines of standard error that start with `prefix` are dropped; all
-    others come out after it."""
+    """Drop, within the block, lines of standard error that start with `prefix`; all others come
+    out after it."""
     try:
         sys.stderr.flush()
         kept = os.dup(2)
@@ -35,8 +35,8 @@ def without_lines(prefix: str) -> Iterator[None]:
 
 @contextmanager
 def without_native_output() -> Iterator[None]:
-    """Drop, within the block, what native code and subprocesses print is dropped; Python's own
-    output comes out.
+    """Drop, within the block, what native code and subprocesses print; Python's own output comes
+    out.
 
     If the block raises, the last lines that were dropped are added to the exception as a note.
     """
