@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ondevice.core.manifest import ProgramSpec, TensorPort
 
 WRITTEN = ("keys", "values")
-"""Roles of what is kept by position."""
+"""Roles of tensors that are kept by position."""
 REPLACED = ("conv_state", "delta_state")
 """Roles of what only goes on: it is of all tokens before the next one."""
 
@@ -74,7 +74,7 @@ class Cache:
 
 
 def kept_ports(spec: ProgramSpec) -> Iterator[tuple[int, TensorPort]]:
-    """Give every layer's ports of what it keeps, or what it reads of another layer's."""
+    """Give every layer's ports of the state that it keeps or borrows."""
     for name, method in spec.methods.items():
         if name.startswith("block_prefill"):
             for layer in spec.layers_of(name):

@@ -44,8 +44,8 @@ KINDS = ("train_step", "evaluate", "next_token")
 
 @cache
 def load_runtime() -> Any:
-    """Return the ExecuTorch runtime of this process, with its threads started: it looks at the
-    processor then, and prints what it does not find.
+    """Return the ExecuTorch runtime of this process, with its threads started: their start
+    prints lines about the processor.
 
     Raises:
         MissingPackageError: when the `executorch` extra is not installed.

@@ -339,7 +339,7 @@ def answers(row: Row) -> bool:
 
 
 def answers_claim() -> str:
-    """Return what is claimed of programs that answer, and of which families."""
+    """Return the claims about programs that answer, and their families."""
     families = sorted({family_of(row) for row in TABLE if answers(row)})
     return "answers with PyTorch's greedy tokens: " + ", ".join(f"`{one}`" for one in families)
 

@@ -1,4 +1,4 @@
-"""Functions of one block that answer: what its mixer keeps of the tokens that were read is an input,
+"""Functions of one block that answer: the state that its mixer keeps is an input,
 and only new tokens pass.
 
 `prefill` reads `PREFILL_TOKENS` tokens of a prompt at once, `decode` one. The host keeps the cache,
@@ -34,7 +34,7 @@ PREFILL_TOKENS = 32
 
 
 class BlockCached(OneBlock):
-    """New tokens [T, D] behind `start` tokens that were read -> [T, D], and what is kept of them.
+    """New tokens [T, D] behind `start` tokens that were read -> [T, D], and their state.
 
     Keys are kept [kv_heads, head_dim, context] and values [kv_heads, context, head_dim], rotated
     already: as the two products of attention read them. A block without keys of its own attends to
@@ -71,7 +71,7 @@ class BlockCached(OneBlock):
         return self.end(block, x, *self.attended(block, n, (keys, values), start))
 
     def end(self, block: Block, x: Tensor, o: Tensor, *new: Tensor) -> tuple[Tensor, ...]:
-        """Return the block's output from its mixer's, `new`, and what its experts are given."""
+        """Return the block's output from its mixer's, `new`, and the input of its experts."""
         stages = self.blocks.stages
         y = self.blocks._mlp(block, stages.out(block, x, o))
         mixed = () if block.routed is None else block.routed.taken()
@@ -132,7 +132,7 @@ class BlockCached(OneBlock):
         return of_tokens(torch.bmm(p, cache[1]))
 
     def beyond(self, start: Tensor) -> Tensor:
-        """Return the mask [T, context] of what is before each token's window."""
+        """Return the mask [T, context] of the tokens before each window."""
         first = (start + self.news - (self.window - 1))[:, None]
         return torch.where(self.places < first, float("-inf"), 0.0)
 

@@ -234,7 +234,7 @@ def test_a_rehearsal_takes_numbers_of_rows_and_refuses_masks() -> None:
         lambda: x * x.sum().item(),
         lambda: torch.zeros(2).index_put_((torch.tensor([True, False]),), torch.tensor(1.0)),
     ):
-        with pytest.raises(NotForGraphs, match="waits for values on the host"):
+        with pytest.raises(NotForGraphs):
             rehearse(reads)
 
 
