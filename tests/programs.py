@@ -206,13 +206,17 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks of gemma3_text": (
         "gemma3_text",
-        {"export.check_steps": 1, "method.optimizer": "sgd", **CONTEXT, **ONE_ROW},
+        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
     ),
     "blocks of gemma4_text": (
         "gemma4_text",
-        {"export.check_steps": 1, "method.optimizer": "sgd", **CONTEXT, **ONE_ROW},
+        {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW},
     ),
     "blocks of gemma4_text, int8": (
+        "gemma4_text",
+        {"export.quantize": "int8", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of gemma4_text, int8, answers": (
         "gemma4_text",
         {
             "export.quantize": "int8",
@@ -300,7 +304,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "blocks of qwen3_5_text": (
         "qwen3_5_text",
-        {"export.batch_size": 2, "export.lengths_tokens": [72], **CONTEXT},
+        {"export.batch_size": 2, "export.lengths_tokens": [72]},
     ),
     "blocks of qwen3_5_text, int8": (
         "qwen3_5_text",
@@ -312,6 +316,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "blocks of qwen3_5_text, q4": (
+        "two layers of qwen3_5_text",
+        {"export.quantize": "q4", "method.optimizer": "sgd", "export.kernels": "stock", **ONE_ROW},
+    ),
+    "blocks of qwen3_5_text, q4, answers": (
         "two layers of qwen3_5_text",
         {
             "export.quantize": "q4",
@@ -397,6 +405,7 @@ NIGHTLY = {
     "blocks of gemma3_text",
     "blocks of gemma4_text",
     "blocks of gemma4_text, q4",
+    "blocks of gemma4_text, int8, answers",
     "blocks of gemma4_text, 8da8w",
     "blocks of granitemoe",
     "blocks of granitemoe, 8da8w",
@@ -411,6 +420,7 @@ NIGHTLY = {
     "blocks of qwen2_moe, q4",
     "blocks of qwen3_5_text",
     "blocks of qwen3_5_text, int8",
+    "blocks of qwen3_5_text, q4, answers",
     "blocks of qwen3_5_text, 8da8w",
     "blocks of smollm3",
     "npu unrolled",

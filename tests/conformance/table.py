@@ -219,10 +219,12 @@ PROGRAMS = (
     # A convolution multiplies three products of integers.
     INTEGERS(program="blocks of lfm2, 8da8w", adapter_error=4e-3),
     INT8(program="blocks of gemma4_text, int8"),
+    INT8(program="blocks of gemma4_text, int8, answers"),
     Q4(program="blocks of gemma4_text, q4"),
     INTEGERS(program="blocks of gemma4_text, 8da8w", adapter_error=4e-3),
     INT8(program="blocks of qwen3_5_text, int8"),
     Q4(program="blocks of qwen3_5_text, q4"),
+    Q4(program="blocks of qwen3_5_text, q4, answers"),
     # A delta rule multiplies what four products of integers gave.
     INTEGERS(program="blocks of qwen3_5_text, 8da8w", loss_error=3e-2, adapter_error=3e-2),
     INTEGERS(program="blocks of granitemoe, 8da8w", adapter_error=1e-3),
