@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from ondevice.exporters.executorch.quiet import without_lines
 from ondevice.runtime_ops.build import load_executorch_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ondevice.core.manifest import AdapterEntry, StateTensor
     from ondevice.core.session import Preparing
@@ -42,10 +42,8 @@ KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
 
 
-@cache
 def load_runtime() -> Any:
-    """Return the ExecuTorch runtime of this process, with its threads started: their start
-    prints lines about the processor.
+    """Return the ExecuTorch runtime of this process.
 
     Raises:
         MissingPackageError: when the `executorch` extra is not installed.
@@ -53,10 +51,8 @@ def load_runtime() -> Any:
     os.environ.setdefault("ET_LOG_LEVEL", "error")
     try:
         with without_lines(CHATTER), _without_compiler():
-            from executorch.extension.pybindings import portable_lib
             from executorch.runtime import Runtime
 
-            portable_lib._threadpool_get_thread_count()
             return Runtime.get()
     except ImportError:
         raise MissingPackageError(
@@ -137,7 +133,7 @@ class ExecutorchSession(ProgramSession):
         self.buffers = tuple(tensor.name for tensor in self.spec.state if tensor.kept == "program")
         for name in self.buffers:
             for access in (f"get_{name}", f"set_{name}"):
-                self._methods[access] = self.program.load_method(access)
+                self._methods[access] = self._loaded(access)
         self.restart()
 
     @cached_property
@@ -393,10 +389,16 @@ class ExecutorchSession(ProgramSession):
     def _run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
         import torch
 
-        if name not in self._methods:
+        first = name not in self._methods
+        if first:
             self._unload_other_kind(name)
             self._load(name)
-        outputs = self._methods[name].execute([torch.from_numpy(value) for value in inputs])
+        tensors = [torch.from_numpy(value) for value in inputs]
+        if first:  # the runtime looks at the processor when it first computes
+            with without_lines(CHATTER):
+                outputs: Sequence[Any] = self._methods[name].execute(tensors)
+        else:
+            outputs = self._methods[name].execute(tensors)
         return [value.numpy() for value in outputs]
 
     def _unload_other_kind(self, name: str) -> None:
@@ -413,11 +415,17 @@ class ExecutorchSession(ProgramSession):
         ]:
             del self._methods[loaded]
 
+    def _loaded(self, name: str) -> Any:
+        with without_lines(
+            CHATTER
+        ):  # XNNPACK looks at the processor when the first method is loaded
+            return self.program.load_method(name)
+
     def _load(self, name: str) -> None:
         """Load a method when it is first needed; loading writes the initial state into the shared
         buffers again."""
         kept = {buffer: self._tensor(buffer).copy() for buffer in self.buffers}
-        self._methods[name] = self.program.load_method(name)
+        self._methods[name] = self._loaded(name)
         for buffer, value in kept.items():
             self._set(buffer, value)
 

