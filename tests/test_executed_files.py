@@ -69,7 +69,7 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
     ("method", "backend", "most"),
     [
         ("mesp", "torch", 75),
-        ("lora", "torch", 60),
+        ("lora", "torch", 59),
         ("mesp", "mlx", 63),
         ("prge", "torch", 69),
         ("slideformer", "torch", 83),

@@ -24,7 +24,6 @@ from ondevice.offload.rehearsal import rehearse
 from ondevice.offload.shapes import TOKENS, ShapeGraphs, most_tokens
 
 if TYPE_CHECKING:
-    from ondevice.methods.lora.config import LoraConfig
     from ondevice.models import Family, LoadedModel
 
 log = logging.getLogger(__name__)
@@ -32,18 +31,17 @@ T = TypeVar("T")
 
 
 def graphs_for(
-    loaded: LoadedModel, config: LoraConfig, parameters: dict[str, torch.nn.Parameter]
+    loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter]
 ) -> HiddenGraphs | None:
-    """Return where graphs are kept; None if a step cannot be graphs, which is logged on a GPU."""
-    device = loaded.family.head_weight.device
-    if device.type != "cuda" or not config.cuda_graphs:
-        return None
+    """Return where the graphs of a model on a GPU are kept; None, which is logged, if its steps
+    cannot be graphs."""
     reason = reason_against(loaded)
     if reason:
         log.info("steps run without CUDA graphs: %s", reason)
         return None
     tokens = most_tokens(loaded.dims.block_parameters)
-    return HiddenGraphs(recorder(device), loaded.family, parameters, tokens)
+    record = recorder(loaded.family.head_weight.device)
+    return HiddenGraphs(record, loaded.family, parameters, tokens)
 
 
 def reason_against(loaded: LoadedModel) -> str:

@@ -19,7 +19,7 @@ from ondevice.core.errors import MissingPackageError
 from ondevice.core.session import StepResult, Weigh
 from ondevice.methods.adamw import AdamWSession
 from ondevice.methods.base_weights import round_base
-from ondevice.methods.lora.graphed import graphs_for
+from ondevice.methods.lora.graphed import HiddenGraphs, graphs_for
 from ondevice.offload.shapes import padded
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class LoraSession(AdamWSession):
             parameter.requires_grad_(not (frozen_a and ".lora_A." in name))
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         super().__init__(loaded, trained, config)
-        self.graphs = graphs_for(loaded, config, trained)
+        self.graphs: HiddenGraphs | None = None
+        if config.cuda_graphs and loaded.family.head_weight.is_cuda:
+            self.graphs = graphs_for(loaded, trained)
 
     def step_placed(
         self,

@@ -217,9 +217,10 @@ def test_a_model_that_reads_values_on_the_host_is_found_before_a_graph_is_made(
 
     folder = str(save(tmp_path / "model", "gpt_neox"))
     config = method_config("lora", {"rank": 2, "target_modules": ("query_key_value",)})
-    plain, graphed = (open_session(load_model(folder), config, 3) for _ in range(2))
-    for session, recorder in ((plain, None), (graphed, never)):
-        session.graphs = HiddenGraphs(recorder, session.family, session.parameters)  # type: ignore
+    sessions: list[Any] = [open_session(load_model(folder), config, 3) for _ in range(2)]
+    for session, recorder in zip(sessions, (None, never), strict=True):
+        session.graphs = HiddenGraphs(recorder, session.family, session.parameters)
+    plain, graphed = sessions
     assert steps(graphed) == steps(plain)
     same_bits(graphed, plain)
     assert caplog.text.count("_local_scalar_dense.default waits for values on the host") == 1
@@ -234,8 +235,9 @@ def test_a_rehearsal_takes_numbers_of_rows_and_refuses_masks() -> None:
         lambda: x * x.sum().item(),
         lambda: torch.zeros(2).index_put_((torch.tensor([True, False]),), torch.tensor(1.0)),
     ):
-        with pytest.raises(NotForGraphs):
+        with pytest.raises(NotForGraphs) as refused:
             rehearse(reads)
+        assert "waits for values on the host" in str(refused.value)
 
 
 def test_mixtures_have_no_graphs_and_the_reason_is_known() -> None:
