@@ -7,6 +7,7 @@ a graph, and a new graph is made.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -55,7 +56,7 @@ class CudaRecord:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), _no_collection():
             graph.capture_begin(
                 pool=self.pool, capture_error_mode="thread_local"
             )  # other threads go on
@@ -76,6 +77,19 @@ class CudaRecord:
         """Run the work of a block on the stream of the graphs: a library's workspace is one for
         each stream. Work before and after the block waits as usual."""
         return _on(self.stream, self.device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: a graph among it, of a session that has ended, would be
+    destroyed, and CUDA then ends the capture that goes on."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

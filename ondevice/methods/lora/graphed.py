@@ -9,6 +9,7 @@ that have a fixed place.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,6 +129,9 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
                     raise
             self.release()
             self.end("no memory for CUDA graphs and what runs next to them")
+        # Small tensors of the run that failed would lie in large blocks, which nobody else then gets.
+        gc.collect()
+        torch.cuda.empty_cache()
         return run()
 
     def tell(self, reason: str) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from ondevice.core.registry import method_config, open_session
 from ondevice.models import load_model
 from ondevice.models.load import tiny_model
+from ondevice.offload.graphs import CudaRecord
 from tests.methods.mesp.reference import errors, rows
 from tests.methods.reference import LORA
 from tests.models.test_any_decoder import save
@@ -175,6 +177,35 @@ def test_a_model_that_reads_values_on_the_host_runs_without_graphs(tmp_path, cap
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert not session.graphs.made
     assert caplog.text.count("waits for values on the host") == 1
+
+
+class Ended:
+    """What is only collected as garbage, as it holds itself."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.itself = graph, self
+
+
+def test_a_graph_of_an_ended_session_stays_while_another_is_recorded() -> None:
+    tensor = torch.zeros(1, device="cuda")
+
+    def add() -> None:
+        tensor.add_(1)
+
+    ended = Ended(CudaRecord(tensor.device)(add))
+    held, alive, before = weakref.ref(ended), [], gc.get_threshold()
+    del ended
+
+    def add_with_garbage() -> None:
+        gc.set_threshold(1)
+        alive.append([[number] for number in range(100)] and held() is not None)
+        add()
+
+    try:
+        CudaRecord(tensor.device)(add_with_garbage)()
+    finally:
+        gc.set_threshold(*before)
+    assert alive == [True] and float(tensor) == 1.0
 
 
 def test_after_a_broken_capture_steps_go_on_and_other_sessions_make_graphs() -> None:
