@@ -16,7 +16,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,11 +127,10 @@ def load_executorch_ops() -> str:
 
 
 def runtime_libraries() -> list[Path]:
-    """Return the shared libraries that export the installed runtime: its own from ExecuTorch 1.5.1
-    on, before it the extension module of Python.
+    """Return the shared libraries that export the installed runtime.
 
     Raises:
-        MissingPackageError: executorch is not installed, or not for this interpreter.
+        MissingPackageError: executorch is not installed, or is older than 1.5.1, whose package has them first.
     """
     try:
         package = importlib.metadata.distribution("executorch")
@@ -142,15 +140,15 @@ def runtime_libraries() -> list[Path]:
             hint='pip install "ondevice-train[executorch]"',
         ) from None
     folder = Path(str(package.locate_file("executorch"))).resolve()
-    module = f"_portable_lib{sysconfig.get_config_var('EXT_SUFFIX')}"
-    own = [folder / "lib" / name for name in ("libexecutorch.so", "libexecutorch_threadpool.so")]
-    for libraries in (own, [folder / "extension" / "pybindings" / module]):
-        if all(path.is_file() for path in libraries):
-            return libraries
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    names = ("libexecutorch", "libexecutorch_threadpool")
+    libraries = [folder / "lib" / f"{name}.{suffix}" for name in names]
+    if all(path.is_file() for path in libraries):
+        return libraries
     raise MissingPackageError(
-        f"executorch {package.version} holds no Python runtime for this interpreter",
-        expected=module,
-        hint="install the wheel of executorch for this Python version",
+        f"executorch {package.version} has no runtime that the ops can link",
+        expected=" and ".join(path.name for path in libraries),
+        hint='pip install "ondevice-train[executorch]"',
     )
 
 

@@ -70,15 +70,14 @@ def take(
 
 
 def facts() -> dict[str, Any]:
-    """Machine and versions, and where the library with the runtime and XNNPACK lies in this
-    process."""
+    """Machine and versions, and where the library with XNNPACK lies in this process."""
     from importlib.metadata import version
 
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [
         int(end, 16)
         for line in lines
-        if "/_portable_lib." in line
+        if "/libexecutorch_backend_xnnpack." in line
         for end in line.split()[0].split("-")
     ]
     packages = {name: version(name) for name in ("torch", "executorch", "numpy")}

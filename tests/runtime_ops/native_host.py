@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ REQUIRED = "ONDEVICE_REQUIRE_HOST"
 
 
 def runtime(machine: str = "x86_64") -> Path:
-    """The folder of ExecuTorch's libraries; skips by name without them."""
-    places = [ROOT / "build" / "native-runtime" / machine / "executorch"]
-    if machine == "x86_64":
-        places += [Path(place) for place in find_spec("executorch").submodule_search_locations]
-    for place in places:
-        if (place / "lib" / "libexecutorch.so").is_file():
-            return place
+    """The folder of ExecuTorch's libraries: the installed ones, or for another processor those that
+    FETCH unpacks; skips by name without them."""
+    place = build.runtime_libraries()[0].parents[1]
+    if machine != platform.machine():
+        place = ROOT / "build" / "native-runtime" / machine / "executorch"
+    if (place / "lib" / "libexecutorch.so").is_file():
+        return place
     message = f"no ExecuTorch runtime with lib/libexecutorch.so for {machine}; try: {FETCH}"
     (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(message)
     raise AssertionError

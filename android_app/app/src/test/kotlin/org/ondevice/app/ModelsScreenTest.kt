@@ -22,7 +22,7 @@ class ModelsScreenTest : AppTest() {
         until("the import") { app.store.models().isNotEmpty() && app.jobs.words(ModelsScreen.PLACE) == null }
         val model = app.store.models().single()
         assertEquals("film reviews", model.name)
-        untilSaid("2, up to 32, 64 tokens each", "executorch 1.4.1")
+        untilSaid("2, up to 32, 64 tokens each", "executorch 1.5.1")
         untilSaid(Words.bytes(app, model.sizeBytes), Words.bytes(app, model.plannedBytes))
         shot("models")
         rotate()
