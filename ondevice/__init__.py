@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ondevice.planning.doctor import doctor
     from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import fuse
-    from ondevice.training.result import Trained
+    from ondevice.training.metrics import Trained
 
 wait_asleep()
 __version__: str

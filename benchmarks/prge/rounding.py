@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.common import ROOT, finish, parse_args
 from ondevice import load_model, read_dataset
 from ondevice.data.batching import Batches
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.data.tasks.record import label_tokens_of_rows
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.step import DualForwardingLinear
 from ondevice.methods.prge.torch import PrgeSession

@@ -25,8 +25,7 @@ from benchmarks.offload import model as om
 from benchmarks.offload.live import Live, Running, Sliding, merge, reason, short
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.offload.device import open_device
-from ondevice.offload.engine import host_threads
-from ondevice.offload.report import chrome_trace
+from ondevice.offload.engine import chrome_trace, host_threads
 
 NEEDS = ("cuda",)
 SLIDING = ("slideformer", "slideformer-bf16", "slideformer-int8")

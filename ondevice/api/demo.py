@@ -16,8 +16,8 @@ from ondevice.api.runfile import RunConfig
 from ondevice.api.train import train
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import storage_errors
-from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.process import path_of
 from ondevice.data.tasks.trained import read_trained_task
 from ondevice.nn.adapters import apply_adapter
 from ondevice.training.choices import resolve_device

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ondevice.api.inputs import Rows, in_memory, texts_of
 from ondevice.api.opened import Opened, open_source, opened_in_memory
 from ondevice.artifact.files import atomic_write
-from ondevice.core.config import path_of
 from ondevice.core.errors import DataError
+from ondevice.core.process import path_of
 from ondevice.data import encode, length_of, pad_id_of, read_rows
 from ondevice.data.examples import refuse_preferences
 from ondevice.data.readers.files import read_records
 from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.reading import as_rows
-from ondevice.data.tasks.label_tokens import refuse_other_labels
 from ondevice.data.tasks.prompts import label_texts
+from ondevice.data.tasks.record import refuse_other_labels
 from ondevice.data.tasks.scoring import softmax
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 

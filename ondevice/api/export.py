@@ -13,7 +13,7 @@ from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.registry import method, method_config, methods, spec_of, target, targets
 from ondevice.data import encode
 from ondevice.data.examples import refuse_preferences
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
+from ondevice.data.tasks.record import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import is_template
 from ondevice.data.tasks.trained import TASK_NAME, known_task, read_trained_task, trained_task
 from ondevice.exporters.base import ExportJob, ExportReport

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.manifest import read_manifest
-from ondevice.core.config import path_of
+from ondevice.core.process import path_of
 from ondevice.core.registry import target
 
 

@@ -14,8 +14,8 @@ from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.core.capabilities import OpensNetwork
-from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError
+from ondevice.core.process import path_of
 from ondevice.core.registry import method, method_names
 from ondevice.core.session import Evaluator
 from ondevice.core.untrusted import read_json

@@ -14,8 +14,8 @@ from typing import Any
 from ondevice.api.predict import Predictor, collect, open_predictor, read_input
 from ondevice.api.predictions import PredictedRow, Predictions
 from ondevice.artifact.files import atomic_file, atomic_write, storage_errors
-from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError, StorageError
+from ondevice.core.process import path_of
 from ondevice.core.untrusted import parse_row
 from ondevice.data.readers.source import Record
 from ondevice.data.tasks.trained import to_text

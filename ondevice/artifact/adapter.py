@@ -30,10 +30,10 @@ from ondevice.artifact.pairs import (
     targets_of,
 )
 from ondevice.artifact.peft_fields import check_fields, check_layers, fold_patterns
-from ondevice.core.config import path_of
-from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.process import path_of
 from ondevice.core.session import Adapter, layer_of
+from ondevice.core.traits import is_expert_parameter
 from ondevice.core.untrusted import read_object
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Adapter", "load_adapter", "save_adapter", "targets_of"]

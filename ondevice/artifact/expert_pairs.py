@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ondevice.core.dims import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ArtifactError
+from ondevice.core.traits import EXPERT_PARAMETERS, is_expert_parameter
 
 _MODULE = re.compile(r"\.experts(\.base_layer)*$")
 _INNER = ".base_layer"

@@ -10,9 +10,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ondevice.artifact.files import sha256_file
-from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import SCHEMA_VERSION, Manifest
+from ondevice.core.process import path_of
 from ondevice.core.untrusted import inside, read_object
 from ondevice.core.wrong_values import problems_of
 

@@ -88,3 +88,16 @@ def python_command(*arguments: str, python: str | None = None) -> list[str]:
         python: another interpreter than this one.
     """
     return [python or sys.executable, "-P", *arguments]
+
+
+def path_of(value: object, what: str) -> Path:
+    """Return a path that somebody gave from Python.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise ConfigError(
+        f"{what} is of the wrong type", expected="a path", received=type(value).__name__
+    )

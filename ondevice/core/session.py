@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ondevice.core.dims import is_expert_parameter
 from ondevice.core.errors import ConfigError, VerificationError
+from ondevice.core.traits import is_expert_parameter
 
 if TYPE_CHECKING:
     import numpy as np

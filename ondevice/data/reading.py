@@ -11,8 +11,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
+from ondevice.core.process import path_of
 from ondevice.data.encode import encode
 from ondevice.data.examples import Dataset, refuse_preferences
 from ondevice.data.readers.files import read_records

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError
 from ondevice.core.registry import method_config, target
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task
+from ondevice.data.tasks.record import label_tokens_of_rows, label_tokens_of_task
 from ondevice.data.tasks.task import plain_name
 from ondevice.data.tasks.templates import TASKS
 from ondevice.fleet.averaging.charter import AdapterCharter

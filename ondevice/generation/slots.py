@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ondevice.models import LoadedModel
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import ROPE_TYPES
+from ondevice.models.families.configuration import ROPE_TYPES
 
 ATTENTION = "ondevice_slots"
 CONV = "conv"

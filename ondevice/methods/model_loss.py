@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import IGNORE
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.save import save_loaded
 from ondevice.nn.cross_entropy import label_columns, shift
 

@@ -12,20 +12,18 @@ from ondevice.core.process import expanded
 from ondevice.data.pictures import Pictures
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.models.families.any_dims import AnyDims
-from ondevice.models.families.base import (
-    Family,
+from ondevice.models.families.base import Family
+from ondevice.models.families.classifier import HEAD, has_head
+from ondevice.models.families.configuration import (
     UnknownTrait,
     architectures,
-    dims_of,
-    quiet_transformers,
-    trait_sentence,
-)
-from ondevice.models.families.classifier import HEAD, has_head
-from ondevice.models.families.towers import (
     auto_class,
+    dims_of,
     language_model,
+    quiet_transformers,
     text_fields,
     tower_types,
+    trait_sentence,
 )
 from ondevice.models.processor import load_processor
 from ondevice.models.registry import ENCODERS, family_of

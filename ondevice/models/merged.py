@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError, VerificationError
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.save import FILE_NAME, GENERATION_NAME, save_tokenizer
 from ondevice.models.sources.resolve import INDEX_NAME, read_config, stored_files
 

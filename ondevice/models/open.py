@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import BLOCKS, Family, dims_of
+from ondevice.models.families.base import BLOCKS, Family
+from ondevice.models.families.configuration import dims_of
 from ondevice.models.load import DTYPES, load_tokenizer, read_dims
 from ondevice.models.registry import family_for
 from ondevice.models.sources import resolve as sources

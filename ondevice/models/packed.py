@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError
 from ondevice.core.untrusted import read_object
-from ondevice.models.families.base import BLOCKS, in_checkpoint, quiet_transformers
+from ondevice.models.families.base import BLOCKS, in_checkpoint
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.load import DTYPES, LoadedModel, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME

@@ -8,7 +8,7 @@ from typing import Any
 
 from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.core.untrusted import read_object
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
 

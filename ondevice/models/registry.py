@@ -12,9 +12,9 @@ from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
 from ondevice.models import families
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import Family, architectures
+from ondevice.models.families.base import Family
 from ondevice.models.families.classifier import Classifier
-from ondevice.models.families.towers import tower_types
+from ondevice.models.families.configuration import architectures, tower_types
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 """Types of `ondevice.models.families.classifier`, unless they are configured as decoders."""

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.errors import ModelError
 from ondevice.core.session import Adapter
 from ondevice.models.families.any_dims import AnyDims, find_blocks
-from ondevice.models.families.base import (
-    Family,
+from ondevice.models.families.base import Family, in_checkpoint
+from ondevice.models.families.configuration import (
     UnknownTrait,
     dims_of,
-    in_checkpoint,
+    language_model,
     quiet_transformers,
+    text_fields,
+    tower_types,
 )
-from ondevice.models.families.towers import language_model, text_fields, tower_types
 from ondevice.models.load import load_model, read_dims, wrap
 from ondevice.models.registry import family_classes, family_for
 from ondevice.models.sources.resolve import config_of

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import Family, quiet_transformers
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.registry import family_classes
 from ondevice.models.sources.cache import missing
 from ondevice.models.sources.resolve import TINY_PREFIX, SourceInfo

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ondevice.core.dims import DELTA_CHUNK_TOKENS
+from ondevice.core.traits import DELTA_CHUNK_TOKENS
 
 CHUNK_TOKENS = DELTA_CHUNK_TOKENS
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -284,3 +284,26 @@ class Timeline:
             else:
                 self.spans.append(span)
         return ended
+
+
+@contextmanager
+def memory_errors(doing: str, hint: str) -> Iterator[None]:
+    """Turn an out-of-memory error of the accelerator or the CPU into one that says what to change.
+
+    Raises:
+        DoesNotFitError: instead of torch's own error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0].split(". GPU")[0]
+        raise DoesNotFitError(
+            f"{doing} does not fit the accelerator", received=first, hint=hint
+        ) from error
+    except RuntimeError as error:  # the CPU's allocator has no error of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise DoesNotFitError(
+            f"{doing} does not fit the memory", received=first, hint=hint
+        ) from error

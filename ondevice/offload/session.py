@@ -15,7 +15,7 @@ from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP, Session, StepResult, Weigh
 from ondevice.models.save import save_weights
 from ondevice.nn.cross_entropy import WeighedRows
-from ondevice.nn.memory import memory_errors
+from ondevice.offload.device import memory_errors
 from ondevice.offload.units import SINGLE, Joined, Ranks
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.capabilities import Asked
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import Following, HasOrdinary, Leading, Scoring, require
-from ondevice.data.tasks.label_tokens import refuse_other_labels
-from ondevice.data.tasks.record import BaseModel
+from ondevice.data.tasks.record import BaseModel, refuse_other_labels
 from ondevice.data.tasks.trained import TASK_NAME, TrainedTask, to_text
 from ondevice.models import load_model, open_model
 from ondevice.models.save import add_ends
@@ -45,7 +44,7 @@ from ondevice.training.identity import (
 )
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Run, StopRequest
-from ondevice.training.metrics import RunResult
+from ondevice.training.metrics import RunResult, Trained
 from ondevice.training.objective import (
     check_pictures,
     check_rows,
@@ -56,7 +55,6 @@ from ondevice.training.options import Options
 from ondevice.training.ordinary import compare, save_ordinary
 from ondevice.training.policy import GRPO_SETTINGS, Policy, PromptBatches
 from ondevice.training.preferences import PreferenceBatches, Preferences
-from ondevice.training.result import Trained
 from ondevice.training.rewards import records_of
 from ondevice.training.rows import OpenedRows, RunRows, read_rows_of, vocabulary_of
 from ondevice.training.schedule import WarmupDecay

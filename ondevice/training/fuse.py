@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
-from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
+from ondevice.core.process import path_of
 from ondevice.data.tasks.trained import TASK_NAME, read_trained_task, to_text
 from ondevice.models import LoadedModel, load_model
 from ondevice.models.load import DTYPES

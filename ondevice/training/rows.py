@@ -15,7 +15,7 @@ from ondevice.data.readers.objects import NAME, PythonRows
 from ondevice.data.reading import as_rows, ensure_usable, open_reading
 from ondevice.data.rows import Rows
 from ondevice.data.stream import Stream, StreamBatches, first_rows
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows
+from ondevice.data.tasks.record import label_tokens_of_rows
 from ondevice.data.tasks.templates import find_task
 from ondevice.data.tasks.trained import TrainedTask, example_prompt, trained_task
 from ondevice.data.token_rows import tokens

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 from ondevice.artifact.adapter import CONFIG_NAME, is_mlx_lm
 from ondevice.artifact.manifest import ANSWERS_FILE, MANIFEST_NAME, read_manifest
-from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import ModelInfo
+from ondevice.core.process import path_of
 from ondevice.core.untrusted import read_object
 from ondevice.data.tasks.trained import TrainedTask, read_trained_task
 from ondevice.gguf.task import read_task

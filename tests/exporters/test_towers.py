@@ -16,7 +16,7 @@ from transformers import AutoModelForMultimodalLM
 
 from ondevice.artifact.adapter import load_adapter
 from ondevice.models import load_model, read_dims
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.text_model import load_text_model
 from ondevice.nn.adapters import apply_adapter
 from tests.cli.command import CommandLine, write_rows

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ondevice.models.families.base import quiet_transformers
-from ondevice.models.families.towers import tower_types
+from ondevice.models.families.configuration import quiet_transformers, tower_types
 from ondevice.models.tiny import tiny_tokenizer
 from tests.models.decoders import SIZES
 

@@ -21,7 +21,7 @@ from ondevice.core.errors import ModelError, Need
 from ondevice.core.registry import method, method_config, open_session
 from ondevice.models import LoadedModel, load_model, read_dims
 from ondevice.models.families.any_decoder import AnyDecoder
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.load import wrap
 from ondevice.models.tiny import tiny_tokenizer
 from ondevice.nn.adapters import apply_adapter

@@ -23,7 +23,7 @@ from transformers import (
 import ondevice
 from ondevice.core.errors import ModelError
 from ondevice.models import load_model, load_tokenizer, read_dims
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.tiny import tiny_tokenizer
 from ondevice.training.fuse import fuse
 from tests.cli.command import write_rows

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from ondevice.core.dims import BlockTraits, ModelDims  # noqa: E402
+from ondevice.core.dims import ModelDims  # noqa: E402
+from ondevice.core.traits import BlockTraits  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
-from ondevice.models.families.base import UnknownTrait  # noqa: E402
+from ondevice.models.families.configuration import UnknownTrait  # noqa: E402
 from ondevice.models.families.lfm2 import Lfm2  # noqa: E402
 
 

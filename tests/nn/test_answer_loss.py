@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from ondevice import method_config, read_dataset  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.core.registry import spec_of  # noqa: E402
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows, label_tokens_of_task  # noqa: E402
+from ondevice.data.tasks.record import label_tokens_of_rows, label_tokens_of_task  # noqa: E402
 from ondevice.methods.model_loss import method_token_nll  # noqa: E402
 from ondevice.models import Family, load_tokenizer, tiny_model  # noqa: E402
 from ondevice.nn.graph_loss import answer_loss  # noqa: E402

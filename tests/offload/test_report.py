@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from ondevice.offload import drive  # noqa: E402
 from ondevice.offload.device import Device, Spans, Timeline  # noqa: E402
-from ondevice.offload.report import LANES, chrome_trace, overlap  # noqa: E402
+from ondevice.offload.engine import LANES, chrome_trace, overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
 

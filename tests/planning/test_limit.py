@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ondevice.core.config import ExportConfig, TrainConfig, parse_bytes
 from ondevice.core.errors import ConfigError, DoesNotFitError
 from ondevice.core.registry import method_config
-from ondevice.nn.memory import memory_errors
+from ondevice.offload.device import memory_errors
 from ondevice.planning.devices import find_device
 from ondevice.planning.estimate import plan, weight_bytes
 from ondevice.planning.fits import memory_limit

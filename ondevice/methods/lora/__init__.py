@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ondevice.core.capabilities import AnyDecoder, LearnsPreferences, Packs, Refuses, Writes
 from ondevice.core.method import MemoryModel, MethodSpec, OpenSession
 from ondevice.core.program import TorchProgram
-from ondevice.methods import base_weights
 from ondevice.methods.lora.config import LoraConfig
+from ondevice.methods.precision import base_problems, refuse_base
 from ondevice.methods.step_model import adapter_step_cost, backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def memory(
 
 
 MEMORY = MemoryModel(memory)
-TORCH_PROGRAM = TorchProgram(base_weights.problems, trains_a=lambda config: config.trains_a)
+TORCH_PROGRAM = TorchProgram(base_problems, trains_a=lambda config: config.trains_a)
 """The step over packed weights: it stays PyTorch's."""
 
 METHOD = MethodSpec(
@@ -70,7 +70,7 @@ METHOD = MethodSpec(
         AnyDecoder(),
         LearnsPreferences(("torch",), programs=("torch",)),
         Packs(("torch",)),
-        Refuses(base_weights.refuse),
+        Refuses(refuse_base),
         Writes(programs=("torch",)),
     ),
 )

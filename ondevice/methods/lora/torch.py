@@ -18,8 +18,8 @@ from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
 from ondevice.core.session import StepResult, Weigh
 from ondevice.methods.adamw import AdamWSession
-from ondevice.methods.base_weights import round_base
 from ondevice.methods.lora.graphed import HiddenGraphs, graphs_for
+from ondevice.methods.precision import round_base
 from ondevice.offload.shapes import padded
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class LoraSession(AdamWSession):
         )
         # Full names: a last part may also name layers outside the blocks, such as those of an image
         # encoder.
-        round_base(loaded, config)
+        if config.base:
+            round_base(loaded, config.base)
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,

@@ -20,7 +20,7 @@ from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
 from ondevice.models.save import as_numpy, save_weights
-from ondevice.nn.memory import memory_errors
+from ondevice.offload.device import memory_errors
 from ondevice.offload.host import DTYPES
 from ondevice.offload.session import EngineSession, join
 from ondevice.offload.units import SINGLE, Ranks, checked_array

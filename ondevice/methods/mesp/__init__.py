@@ -16,10 +16,9 @@ from ondevice.core.capabilities import (
     Writes,
 )
 from ondevice.core.method import MethodSpec, OpenSession, metal
-from ondevice.methods.mesp.check import refuse
+from ondevice.methods.mesp.check import refuse, resolve
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.memory import MEMORY
-from ondevice.methods.mesp.recompute import resolve
 from ondevice.methods.step_model import adapter_step_cost
 
 if TYPE_CHECKING:

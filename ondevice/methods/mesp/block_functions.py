@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.core.dims import EXPERTS, GATED_MLP, MoeDims
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ArtifactError
 from ondevice.core.manifest import TensorPort
 from ondevice.core.session import MOMENTS
+from ondevice.core.traits import EXPERTS, GATED_MLP
 from ondevice.methods.mesp.check import IN_BLOCKS
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, Q4Double, arrays, frozen_port
 from ondevice.methods.mesp.integer import Integers, unit_scales

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.core.dims import CONVOLUTION, DELTA
 from ondevice.core.manifest import LAYER_INPUT, port
 from ondevice.core.program import ProgramModule
+from ondevice.core.traits import CONVOLUTION, DELTA
 from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.block_modules import Embed, LayerInput, OneBlock, seen
 from ondevice.methods.mesp.experts import routing_ports

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ondevice.core.dims import CONVOLUTION, DELTA, DELTA_CHUNK_TOKENS, MoeDims
+from ondevice.core.dims import MoeDims
 from ondevice.core.method import MemoryModel
+from ondevice.core.traits import CONVOLUTION, DELTA, DELTA_CHUNK_TOKENS
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.step_model import INPUTS_ON_THE_WAY, backward_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ondevice.core.dims import Linear, ModelDims
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.traits import Linear
     from ondevice.methods.mesp.config import MespConfig, Recompute
 
 MOMENTS = {"adamw": 2, "sgd": 0}

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.core.dims import MoeDims, is_expert_parameter
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import GraphProgram, TorchProgram
-from ondevice.methods import base_weights
+from ondevice.core.traits import is_expert_parameter
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.block_functions import LINEAR_FORMS, choose, restore
 from ondevice.methods.mesp.check import IN_BLOCKS, check_family
+from ondevice.methods.precision import base_problems
 from ondevice.runtime_ops.build import has_compiler
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def problems(
     ):
         if value != expected:
             problems.append(f"{name} is {value}: a mesp program has {name}={expected}")
-    problems += base_weights.problems(config)
+    problems += base_problems(config)
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append(
             "a mesp program needs no ops of this project: export.loss tiled, "
@@ -130,7 +131,7 @@ def _torch_problems(config: MespConfig) -> list[str]:
             "the artifact holds the weights: leave weight_placement and bits out, "
             "and use --quantize nf4"
         )
-    return [*problems, *base_weights.problems(config)]
+    return [*problems, *base_problems(config)]
 
 
 EXECUTORCH = GraphProgram(

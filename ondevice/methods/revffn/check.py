@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ondevice.core.dims import BlockTraits
 from ondevice.core.errors import ModelError, Need
-from ondevice.core.traits import check_traits
+from ondevice.core.traits import BlockTraits, check_traits
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims

@@ -24,13 +24,13 @@ from ondevice.methods.revffn.memory import kept_blocks
 from ondevice.methods.revffn.passes import Passes
 from ondevice.methods.revffn.reversible import Gradients, Reversible
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
-from ondevice.models.families.base import quiet_transformers
+from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.load import load_tokenizer, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME, as_numpy
 from ondevice.models.sources.resolve import SourceInfo
 from ondevice.nn.cross_entropy import WeighedRows, token_nll
-from ondevice.nn.memory import memory_errors
+from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel

@@ -14,7 +14,7 @@ import torch
 from ondevice.core.session import OPTIMIZER_STEP, HoldsState
 from ondevice.methods import ranked_session
 from ondevice.models.save import as_numpy, save_weights
-from ondevice.nn.memory import memory_errors
+from ondevice.offload.device import memory_errors
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.session import EngineSession, join
 from ondevice.offload.units import SINGLE, Ranks, unit_key

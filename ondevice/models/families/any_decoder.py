@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
 from ondevice.models.families.any_dims import AnyDims, dims_of_config, dims_of_model, find_blocks
-from ondevice.models.families.base import Family, refuse_quantised
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import refuse_quantised
 from ondevice.models.families.vision import SeenPicture, with_pictures
 
 if TYPE_CHECKING:

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from ondevice.core.dims import EXPERT_PARAMETERS, Linear, ModelDims, is_expert_parameter
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import MissingPackageError, ModelError, Need
-from ondevice.models.families.base import quiet_transformers
-from ondevice.models.families.towers import (
+from ondevice.core.traits import EXPERT_PARAMETERS, Linear, is_expert_parameter
+from ondevice.models.families.configuration import (
     auto_class,
     check_decodes,
     config_object,
     language_model,
+    quiet_transformers,
 )
 
 ATTENTION = (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import (
-    Family,
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import (
     UnknownTrait,
     architectures,
     read_size,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import BlockTraits, ModelDims
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import (
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.configuration import (
     ROPE_TYPES,
     UnknownTrait,
     check_layer_types,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError, Need
-from ondevice.models.families.base import Family, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import UnknownTrait, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch

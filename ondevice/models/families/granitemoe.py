@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.core.dims import EXPERTS, MoeDims, RoutingTraits
-from ondevice.models.families.base import decoder_dims
+from ondevice.core.dims import MoeDims
+from ondevice.core.traits import EXPERTS, RoutingTraits
+from ondevice.models.families.configuration import decoder_dims
 from ondevice.models.families.granite import Granite, factors
 from ondevice.models.families.moe import MoeFamily, moe_dims
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.core.dims import EXPERTS, GATED_MLP, MoeDims, RoutingTraits
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import read_size
+from ondevice.core.traits import EXPERTS, GATED_MLP, RoutingTraits
+from ondevice.models.families.configuration import read_size
 from ondevice.models.families.lfm2 import LINEARS, Lfm2, lfm2_dims
 from ondevice.models.families.moe import MoeFamily, moe_dims
 

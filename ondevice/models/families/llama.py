@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import ModelDims
-from ondevice.models.families.base import Family, decoder_dims
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import decoder_dims
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import BlockTraits, ModelDims
-from ondevice.models.families.base import decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.configuration import decoder_dims, read_size
 from ondevice.models.families.llama import Llama
 from ondevice.models.families.traited import TraitFamily
 

@@ -12,9 +12,11 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.core.dims import ATTENTION, EXPERTS, ModelDims, MoeDims, RoutingTraits
+from ondevice.core.dims import ModelDims, MoeDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import Family, UnknownTrait, read_size
+from ondevice.core.traits import ATTENTION, EXPERTS, RoutingTraits
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import UnknownTrait, read_size
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import BlockTraits, ModelDims
+from ondevice.core.dims import ModelDims
 from ondevice.core.errors import ModelError
-from ondevice.models.families.base import decoder_dims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.configuration import decoder_dims
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:

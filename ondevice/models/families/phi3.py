@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import BlockTraits, ModelDims
-from ondevice.models.families.base import ROPE_TYPES, decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.configuration import ROPE_TYPES, decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.core.dims import ModelDims
-from ondevice.models.families.base import Family, UnknownTrait, decoder_dims
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import UnknownTrait, decoder_dims
 
 
 class Qwen2(Family):

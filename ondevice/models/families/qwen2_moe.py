@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.dims import MoeDims
-from ondevice.models.families.base import decoder_dims
+from ondevice.models.families.configuration import decoder_dims
 from ondevice.models.families.moe import MoeFamily, moe_dims, refuse_window
 
 if TYPE_CHECKING:

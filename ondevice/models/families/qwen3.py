@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.core.dims import LLAMA_NORMS, BlockTraits, ModelDims
-from ondevice.models.families.base import decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import LLAMA_NORMS, BlockTraits
+from ondevice.models.families.configuration import decoder_dims, read_size
 from ondevice.models.families.traited import TraitFamily, sliding_windows
 
 NORMS = {**LLAMA_NORMS, "q": "self_attn.q_norm", "k": "self_attn.k_norm"}

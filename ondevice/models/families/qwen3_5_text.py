@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import ATTENDS, DELTA, LLAMA_NORMS, BlockTraits, ModelDims
-from ondevice.models.families.base import UnknownTrait, check_layer_types, decoder_dims, read_size
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import ATTENDS, DELTA, LLAMA_NORMS, BlockTraits
+from ondevice.models.families.configuration import (
+    UnknownTrait,
+    check_layer_types,
+    decoder_dims,
+    read_size,
+)
 from ondevice.models.families.traited import TraitFamily
 
 if TYPE_CHECKING:

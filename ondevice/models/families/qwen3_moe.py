@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.core.dims import BlockTraits, MoeDims
-from ondevice.models.families.base import decoder_dims
+from ondevice.core.dims import MoeDims
+from ondevice.core.traits import BlockTraits
+from ondevice.models.families.configuration import decoder_dims
 from ondevice.models.families.moe import MoeFamily, moe_dims, refuse_window
 from ondevice.models.families.qwen3 import NORMS
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.families.base import Family, check_layer_types, read_size
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import check_layer_types, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,8 @@ from ondevice.gguf.config import TOKEN_IDS, read_config
 from ondevice.gguf.metadata import Metadata
 from ondevice.gguf.read import open_gguf, write_safetensors
 from ondevice.gguf.read_tokenizer import write_tokenizer
-from ondevice.models.families.base import Family, dims_of
+from ondevice.models.families.base import Family
+from ondevice.models.families.configuration import dims_of
 from ondevice.models.registry import family_for_gguf
 from ondevice.models.sources.cache import progress
 

@@ -20,7 +20,7 @@ from ondevice import read_dataset  # noqa: E402
 from ondevice.core.session import IGNORE  # noqa: E402
 from ondevice.data.batching import Batches  # noqa: E402
 from ondevice.data.examples import Example  # noqa: E402
-from ondevice.data.tasks.label_tokens import label_tokens_of_rows  # noqa: E402
+from ondevice.data.tasks.record import label_tokens_of_rows  # noqa: E402
 from ondevice.fleet.charter import Charter  # noqa: E402
 from ondevice.fleet.member import Member  # noqa: E402
 from ondevice.fleet.rounds import Rounds  # noqa: E402

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ondevice.core.dims import ATTENDS, CONVOLUTION, DELTA
+from ondevice.core.traits import ATTENDS, CONVOLUTION, DELTA
 from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, SHARED, Settings, matrix_parts
 
 

@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.core.dims import DELTA_CHUNK_TOKENS, MoeDims, RoutingTraits
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ConfigError
+from ondevice.core.traits import DELTA_CHUNK_TOKENS, RoutingTraits
 from ondevice.methods.mesp.config import GROUP_SIZE
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.core.dims import LLAMA, MoeDims
+from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ModelError
+from ondevice.core.traits import LLAMA
 from ondevice.core.untrusted import read_header
 from ondevice.methods.mesp.mlx.instructions import Operand
 from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts

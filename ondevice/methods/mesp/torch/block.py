@@ -16,7 +16,8 @@ from ondevice.nn.experts import ExpertLora
 from ondevice.nn.rows_apart import BranchesApart, RowsApart
 
 if TYPE_CHECKING:
-    from ondevice.core.dims import ModelDims, RoutingTraits
+    from ondevice.core.dims import ModelDims
+    from ondevice.core.traits import RoutingTraits
 
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and

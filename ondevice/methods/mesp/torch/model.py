@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.core.dims import EXPERTS
 from ondevice.core.errors import MissingPackageError
 from ondevice.core.method import has_triton
 from ondevice.core.session import IGNORE
+from ondevice.core.traits import EXPERTS
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, gpu_chunk_tokens, kept_layers
 from ondevice.methods.mesp.torch.block import Block, Linear, OnGradient, SharedKeys
-from ondevice.methods.mesp.torch.inputs import HostInputs, Inputs
-from ondevice.methods.mesp.torch.kept import Kept
+from ondevice.methods.mesp.torch.kept import HostInputs, Inputs, Kept
 from ondevice.methods.mesp.torch.kernels import Position, TorchKernels
 from ondevice.methods.mesp.torch.optimizer import Optimizer
 from ondevice.methods.mesp.torch.stages import Blocks, Stages

@@ -15,7 +15,6 @@ from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE, PackingSession, StepResult, Weigh
 from ondevice.data.pictures import FIRST_ID
-from ondevice.methods.base_weights import round_base
 from ondevice.methods.mesp.check import IN_TORCH, check_base
 from ondevice.methods.mesp.lora import (
     check_adapter,
@@ -29,11 +28,12 @@ from ondevice.methods.mesp.torch.optimizer import Optimizer
 from ondevice.methods.mesp.torch.streamed import Streamed
 from ondevice.methods.mesp.torch.weights import Resident
 from ondevice.methods.model_loss import nll_in_parts
+from ondevice.methods.precision import round_base
 from ondevice.models import ModelFiles
 from ondevice.nn.adapters import adapted
 from ondevice.nn.cross_entropy import Scale, WeighedRows
-from ondevice.nn.memory import memory_errors
 from ondevice.nn.rows_apart import BranchesApart
+from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -77,10 +77,13 @@ class MespSession(PackingSession):
             self.weights: Any = Streamed(model, self.device, config.bits)
         else:
             self.device = torch.device(device or model.family.head_weight.device)
-            round_base(model, config)
+            if config.base:
+                round_base(model, config.base)
             self.weights = Resident(model, self.device, config.bits)
         self.optimizer = Optimizer(parameters, config, seed, self.device)
-        graphs = graphs_for(self.weights, config)
+        graphs = None
+        if config.cuda_graphs and self.device.type == "cuda":
+            graphs = graphs_for(self.weights, config)
         self.model = Model(self.weights, self.optimizer, config, graphs)
 
     def _open_unknown(self, model: LoadedModel, seed: int, device: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ondevice.core.dims import ATTENDS, CONVOLUTION, DELTA
+from ondevice.core.traits import ATTENDS, CONVOLUTION, DELTA
 from ondevice.methods.mesp.torch.attention import Attention
 from ondevice.methods.mesp.torch.block import Block, OnGradient
 from ondevice.methods.mesp.torch.convolution import Convolution

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core")
 
 from benchmarks.mesp import baselines_mlx as baselines  # noqa: E402
-from ondevice.core.dims import BlockTraits  # noqa: E402
 from ondevice.core.registry import method_config, open_session  # noqa: E402
+from ondevice.core.traits import BlockTraits  # noqa: E402
 from ondevice.methods.mesp.mlx import settings as settings_module  # noqa: E402
 from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.methods.mesp.mlx.settings import Rope  # noqa: E402

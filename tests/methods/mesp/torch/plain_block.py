@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.core.dims import CONVOLUTION, DELTA, BlockTraits, ModelDims
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import CONVOLUTION, DELTA, BlockTraits
 from ondevice.methods.mesp.torch.block import Block
 from ondevice.methods.mesp.torch.kernels import Position
 from ondevice.nn.cross_entropy import cast, wide

@@ -18,7 +18,7 @@ import torch
 
 from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import method_config, open_session
-from ondevice.methods.mesp.recompute import needed_bytes
+from ondevice.methods.mesp.check import needed_bytes
 from ondevice.models import save_tiny
 from ondevice.models.load import tiny_model
 from ondevice.planning.devices import FREE_FRACTION, find_device

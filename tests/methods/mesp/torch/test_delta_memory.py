@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ondevice.core.dims import BlockTraits, ModelDims
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
 from ondevice.methods.mesp.torch.kernels import TorchKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.nn.delta_rule import CHUNK_TOKENS

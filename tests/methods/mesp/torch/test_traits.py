@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.core.dims import BlockTraits, ModelDims
+from ondevice.core.dims import ModelDims
+from ondevice.core.traits import BlockTraits
 from ondevice.methods.mesp.block_modules import seen
 from ondevice.methods.mesp.torch import kernels
 from ondevice.methods.mesp.torch.block import Block, Linear
