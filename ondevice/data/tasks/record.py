@@ -1,5 +1,5 @@
-"""The record of what was trained: how a row becomes a prompt and what ends an answer; and the tokens of label texts, for
-methods whose loss is over these tokens only."""
+"""The record of what was trained: how a row becomes a prompt and what ends an answer; and the tokens of label texts,
+for methods whose loss is over these tokens only."""
 
 from __future__ import annotations
 
