@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ondevice.models.sources.memory import wrap_model
     from ondevice.nn.adapters import apply_adapter
     from ondevice.planning.doctor import doctor
-    from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import fuse
     from ondevice.training.metrics import Trained
+    from ondevice.training.options import Callback
 
 wait_asleep()
 __version__: str
@@ -44,10 +44,10 @@ __version__: str
 
 _WHERE = {
     "Adapter": "artifact.adapter",
-    "Callback": "training.callbacks",
+    "Callback": "training.options",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
-    "Trained": "training.result",
+    "Trained": "training.metrics",
     "apply_adapter": "nn.adapters",
     "benchmark": "api.benchmark",
     "convert": "exits",

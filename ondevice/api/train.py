@@ -22,14 +22,13 @@ from ondevice.data.examples import refuse_preferences
 from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.artifacts import plan_artifact
 from ondevice.planning.fits import does_not_fit, memory_limit
-from ondevice.training.callbacks import Callback
 from ondevice.training.check import check_program_run
 from ondevice.training.events import Sink
 from ondevice.training.fit import Trained, fit, program_identity, rows_of_program
 from ondevice.training.identity import DATE, iso, recorded_decisions
 from ondevice.training.notebook import NotebookSink
 from ondevice.training.objective import with_objective
-from ondevice.training.options import Options
+from ondevice.training.options import Callback, Options
 from ondevice.training.progress import ProgressSink, in_notebook
 from ondevice.training.rows import OpenedRows
 

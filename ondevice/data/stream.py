@@ -28,8 +28,7 @@ from ondevice.data.batching import Batch, collate
 from ondevice.data.examples import Dataset, Example, Report, refuse_preferences, rows_sha256
 from ondevice.data.readers.files import check_source, read_file
 from ondevice.data.readers.json_files import json_lines
-from ondevice.data.readers.source import Record, Source
-from ondevice.data.readers.text import read_begin, read_lines
+from ondevice.data.readers.source import Record, Source, read_begin, read_lines
 from ondevice.data.reading import named_task, rows_of
 from ondevice.data.rows import RowProblem, Rows, count_reasons
 

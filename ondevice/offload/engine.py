@@ -25,21 +25,22 @@ from torch import Tensor
 
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
-from ondevice.models.families.any_decoder import as_whole
+from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.offload.bus import throttled
 from ondevice.offload.device import Spans, Timeline, open_device
 from ondevice.offload.disk import Disk, open_disk
-from ondevice.offload.experts import listen, open_window
+from ondevice.offload.experts import ExpertWindow, listen, open_window
 from ondevice.offload.liger import patch_layers, use_liger
 from ondevice.offload.momentum import MuonWindow
 from ondevice.offload.muon import suits
 from ondevice.offload.overdue import Overdue
+from ondevice.offload.passes import Passes
 from ondevice.offload.store import TieredStore
 from ondevice.offload.tiles import tile
 from ondevice.offload.transfers import Activations
 from ondevice.offload.units import SINGLE, Ranks, Units, cut
 from ondevice.offload.updater import Updater
-from ondevice.offload.whole import open_passes
+from ondevice.offload.whole import WholePasses
 from ondevice.offload.window import Window
 from ondevice.offload.worker import FIRST, Task, Watch, Worker
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ondevice.nn.cross_entropy import WeighedRows
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Spans
-    from ondevice.offload.passes import Passes
     from ondevice.offload.units import Arrays
 
 
@@ -80,7 +80,8 @@ class OffloadEngine:
         self, family: Any, config: EngineConfig, device: str, ranks: Ranks = SINGLE
     ) -> None:
         config.check_training()
-        family = as_whole(family)
+        if family.dims.traits.hands_on:  # blocks read more than the residual stream
+            family = AnyDecoder(family.model)
         self.config = config
         self.where = torch.device(device)
         self.ranks = ranks
@@ -131,12 +132,14 @@ class OffloadEngine:
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
         self.updater = Updater(*shared, self.updates, self.watch, threads, states)
         self.window = self._window(family, *shared, self.transfers, self.updater)
-        self.stop_listening = listen(family, self.window)
+        if isinstance(self.window, ExpertWindow):
+            self.stop_listening = listen(family, self.window)
         if not ranks.single:
             self._meet_ranks()
         self.activations = Activations(self.device, self.timeline, config.activations, inputs)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
-        self.passes = open_passes(family, *ahead, self.where, self.liger)
+        kind = WholePasses if family.dims.whole else Passes
+        self.passes = kind(family, *ahead, self.where, self.liger)
         self.total = self.device.pinned(1, torch.float32)
 
     def _wires(self, family: Any) -> Units:
@@ -147,7 +150,9 @@ class OffloadEngine:
         """Open the memory on the accelerator."""
         if self.config.optimizer == "muon":
             return MuonWindow(*shared)
-        return open_window(family, *shared)
+        if self.config.fetched_experts != "all" and getattr(family.dims, "active_experts", 0):
+            return open_window(family, *shared)
+        return Window(*shared)
 
     def _meet_ranks(self) -> None:
         """Watch over what several ranks do together; their threads use this rank's device."""

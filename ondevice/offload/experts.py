@@ -158,30 +158,25 @@ class ExpertWindow(Window):
 
 
 def open_window(family: Any, units: Units, *shared: Any) -> Window:
-    """Return the window of a model under AdamW, which streams experts if it has some.
+    """Return the window of a mixture under AdamW, which streams experts if one process can.
 
     Raises:
         ConfigError: `experts: used` with several ranks, which gather whole layers.
     """
     store, config = shared[:2]
-    found = config.fetched_experts != "all" and getattr(family.dims, "active_experts", 0)
-    if found and not store.ranks.single:
-        if config.fetched_experts == "used":
-            raise ConfigError(
-                "several processes gather layers with all of their experts",
-                expected="experts: auto or all, or one process",
-                received=f"experts: used, {store.ranks.world} processes",
-            )
-        found = 0
-    if not found:
-        return Window(units, *shared)
-    return ExpertWindow(found, units, *shared)
+    if store.ranks.single:
+        return ExpertWindow(family.dims.active_experts, units, *shared)
+    if config.fetched_experts == "used":
+        raise ConfigError(
+            "several processes gather layers with all of their experts",
+            expected="experts: auto or all, or one process",
+            received=f"experts: used, {store.ranks.world} processes",
+        )
+    return Window(units, *shared)
 
 
-def listen(family: Any, window: Window) -> Callable[[], None]:
+def listen(family: Any, window: ExpertWindow) -> Callable[[], None]:
     """Tell a window which experts each layer asks for; returns what ends that."""
-    if not isinstance(window, ExpertWindow):
-        return lambda: None
     if hasattr(family, "on_routing"):
         family.on_routing = window.need
         return partial(setattr, family, "on_routing", None)

@@ -20,19 +20,11 @@ from torch.func import functional_call
 from ondevice.core.errors import ConfigError
 from ondevice.core.session import IGNORE
 from ondevice.offload.blocks import BlockPasses, Graph, there
-from ondevice.offload.passes import Passes
 from ondevice.offload.transfers import Slot
 
 if TYPE_CHECKING:
     from ondevice.models.families.any_decoder import AnyDecoder
     from ondevice.nn.cross_entropy import Scale
-
-
-def open_passes(family: Any, *ahead: Any) -> Passes:
-    """Return the passes of a model, by its blocks if they are known; see `Passes` for `ahead`."""
-    if family.dims.whole:
-        return WholePasses(family, *ahead)
-    return Passes(family, *ahead)
 
 
 class WholePasses(BlockPasses):

@@ -20,12 +20,11 @@ from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, T
 from ondevice.core.session import AddsToCheckpoint, HoldsState, Packing, Preparing, Scoring, require
 from ondevice.models.save import not_finite
 from ondevice.training import events
-from ondevice.training.callbacks import Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock
 from ondevice.training.events import FILE_NAME, EventLog, read_log
 from ondevice.training.identity import identity_of
 from ondevice.training.metrics import PeakMemory, RunHistory, RunResult
-from ondevice.training.options import Options
+from ondevice.training.options import Callbacks, Options
 from ondevice.training.resume import restore
 
 if TYPE_CHECKING:

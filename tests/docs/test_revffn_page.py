@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.revffn.check import check_family
+from ondevice.methods.revffn.config import check_family
 from ondevice.models.load import tiny_model
 from ondevice.models.registry import family_classes
 

@@ -8,8 +8,8 @@ import pytest
 
 from ondevice.core.errors import ConfigError
 from ondevice.training import events
-from ondevice.training.callbacks import Callback
 from ondevice.training.evaluate import EvalResult
+from ondevice.training.options import Callback
 from tests.training.bigram import BigramSession, head, logged, scalars, train
 
 

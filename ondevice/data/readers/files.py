@@ -18,9 +18,8 @@ from ondevice.core.untrusted import check_name, read_json
 from ondevice.data.readers import json_files
 from ondevice.data.readers.columnar import read_columnar
 from ondevice.data.readers.hub import read_hub
-from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, needs_memory
+from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, needs_memory, read_text
 from ondevice.data.readers.tables import read_excel, read_table
-from ondevice.data.readers.text import read_text
 from ondevice.data.rows import BadRow
 
 

@@ -15,8 +15,15 @@ from typing import Any
 
 from ondevice.core.errors import DataError
 from ondevice.core.untrusted import MOST_DEPTH, Refused, check_depth, parse_row
-from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source
-from ondevice.data.readers.text import read_begin, read_lines, utf8
+from ondevice.data.readers.source import (
+    UNLIMITED,
+    Limits,
+    Record,
+    Source,
+    read_begin,
+    read_lines,
+    utf8,
+)
 from ondevice.data.rows import BadRow, describe
 
 PIECE_BYTES = 1 << 20

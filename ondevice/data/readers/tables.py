@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import DataError
-from ondevice.data.readers.source import UNLIMITED, Limits, Record, Source, missing_package
-from ondevice.data.readers.text import read_begin
+from ondevice.data.readers.source import (
+    UNLIMITED,
+    Limits,
+    Record,
+    Source,
+    missing_package,
+    read_begin,
+)
 from ondevice.data.rows import BadRow, describe
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, TrainingError
@@ -14,9 +15,8 @@ from ondevice.methods.model_loss import BranchedEvaluation
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.step import PrgeProgram
+from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 from ondevice.methods.prge.subspace import SessionSubspace
-from ondevice.methods.prge.whole_model import WholeModelProgram
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
@@ -230,3 +230,32 @@ def open_session(
 ) -> PrgeSession:
     """See `MethodSpec.open_session`; the model is computed where it is."""
     return PrgeSession(loaded, config, seed)
+
+
+class WholeModelProgram(PrgeProgram):
+    """P-RGE's step on a model that runs only as a whole: all copies of all B exist during a pass;
+    layers below `top_layers` run once for each copy."""
+
+    def _run_prefix(
+        self,
+        ids_BT: Tensor,
+        position_ids_BT: Tensor | None = None,
+        branches_BT: Tensor | None = None,
+    ) -> Tensor:
+        return ids_BT
+
+    def _run_suffix(
+        self,
+        ids_BT: Tensor,
+        copies_of: CopiesOf,
+        position_ids_RT: Tensor | None = None,
+        branches_RT: Tensor | None = None,
+    ) -> Tensor:
+        # `repeat` has made [copies, batch, tokens] of [batch, tokens].
+        for entry in self.layout.entries:
+            self._give(entry, copies_of(entry.offset, entry.count))
+        try:
+            return self.family.hidden(ids_BT.flatten(0, -2), position_ids=position_ids_RT)
+        finally:
+            for linear in self.linears.values():
+                linear.slot.copies = None

@@ -13,8 +13,7 @@ from ondevice.core.capabilities import (
     Refuses,
 )
 from ondevice.core.method import MethodSpec, OpenSession
-from ondevice.methods.revffn.check import check_family
-from ondevice.methods.revffn.config import RevffnConfig
+from ondevice.methods.revffn.config import RevffnConfig, check_family
 from ondevice.methods.revffn.memory import MEMORY, resolve, step_cost
 
 if TYPE_CHECKING:

@@ -6,12 +6,18 @@ Sections and equations are the paper's. What goes beyond it says so.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ModelError, Need
 from ondevice.core.flags import LEARNING_RATE, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY, Flag
+from ondevice.core.traits import BlockTraits, check_traits
+
+if TYPE_CHECKING:
+    from ondevice.core.dims import ModelDims
 
 STAGE1_STEPS = 100
 """Steps of stage 1 if the settings name none and the coupling has adapters."""
@@ -151,3 +157,31 @@ class RevffnConfig(StrictConfig):
         if self.stage1_steps is None:
             return STAGE1_STEPS
         return self.stage1_steps
+
+
+_OF_OTHERS = ("mixers", "key_layers", "layer_input", "output_scale", "logit_cap")
+KNOWN = tuple(field.name for field in fields(BlockTraits) if field.name not in _OF_OTHERS)
+"""Traits that the modelling file computes, with queries, keys and values of one stream."""
+
+
+def check_family(dims: ModelDims, crossed: bool = False) -> None:
+    """Refuse a model whose training could not be kept.
+
+    Args:
+        crossed: queries are of another stream than keys and values (`coupling: paper`).
+
+    Raises:
+        ModelError: the modelling file does not know the family, or a trait of its blocks.
+    """
+    # The modelling file calls each block's norms, `self_attn` and `mlp`.
+    if not dims.gated:
+        raise ModelError(
+            "revffn does not train this family",
+            expected="RMS norms, rotary embedding, a gated MLP",
+            received=dims.family,
+            needs=Need.TRAINS_ALL,
+        )
+    what = "method revffn"
+    if crossed:
+        what = "method revffn with coupling: paper"
+    check_traits(dims, what, ("windows",) if crossed else KNOWN)

@@ -17,8 +17,7 @@ from ondevice.core.errors import CheckpointError, ModelError
 from ondevice.core.session import Session, StepResult, Weigh
 from ondevice.core.untrusted import read_header, read_object, well_formed
 from ondevice.methods.model_loss import BranchedEvaluation, ModelSession
-from ondevice.methods.revffn.check import check_family
-from ondevice.methods.revffn.config import RevffnConfig
+from ondevice.methods.revffn.config import RevffnConfig, check_family
 from ondevice.methods.revffn.export import save_reversible
 from ondevice.methods.revffn.memory import kept_blocks
 from ondevice.methods.revffn.passes import Passes

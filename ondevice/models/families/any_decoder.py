@@ -232,13 +232,6 @@ class AnyDecoder(Family):
         return bool((large - expected).abs().max() <= 1e-3 * PROBE_LOGITS)
 
 
-def as_whole(family: Family) -> Family:
-    """Return the family, or its model run whole if blocks hand on more than the residual stream."""
-    if not family.dims.traits.hands_on:
-        return family
-    return AnyDecoder(family.model)
-
-
 def _probe_ids(vocab: int) -> Tensor:
     import torch
 
