@@ -68,11 +68,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 75),
-        ("lora", "torch", 59),
+        ("mesp", "torch", 69),
+        ("lora", "torch", 58),
         ("mesp", "mlx", 63),
-        ("prge", "torch", 69),
-        ("slideformer", "torch", 83),
+        ("prge", "torch", 67),
+        ("slideformer", "torch", 78),
     ],
 )
 def test_a_run_calls_few_files(

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
+from ondevice.methods.mesp.mlx.mixers import Instruction, Operand
 from ondevice.methods.mesp.mlx.model import Interpreter, Model, OnGradient, label_tokens
-from ondevice.methods.mesp.mlx.operands import Instruction, Operand
 from ondevice.methods.mesp.mlx.stages import Arrays, Stages
 from ondevice.runtime_ops import mlx_ops
 

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -449,3 +449,32 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, np.ndarray]:
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path}: not a whole safetensors file: {error}") from None
     return tensors
+
+
+CHECKED_ELEMENTS = 1 << 24
+"""Elements of a state that are looked at together: a mask of all might not fit into memory."""
+LOWER_HALVES = "low/"
+"""Prefix of a state's uint16 arrays that are the lower 16 bits of float32 numbers."""
+
+
+def not_finite(state: Mapping[str, np.ndarray]) -> str | None:
+    """Return the name of a state's first array with NaN or infinity.
+
+    uint16 is bfloat16, as `as_numpy` leaves it, except for `LOWER_HALVES`."""
+    for name, value in state.items():
+        if value.dtype.kind == "f":
+            finite = np.isfinite
+        elif value.dtype == np.uint16 and not name.startswith(LOWER_HALVES):
+            finite = _finite_bfloat16
+        else:
+            continue
+        flat = value.reshape(-1)
+        for low in range(0, flat.size, CHECKED_ELEMENTS):
+            if not finite(flat[low : low + CHECKED_ELEMENTS]).all():
+                return name
+    return None
+
+
+def _finite_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """An exponent of ones is infinity or NaN."""
+    return (bits & np.uint16(0x7F80)) != np.uint16(0x7F80)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ondevice.artifact.files import write_tensors
+from ondevice.artifact.files import not_finite, write_tensors
 from ondevice.artifact.together import make, write_parts
 from ondevice.core.errors import OndeviceError, StorageError, TrainingError
-from ondevice.models.save import FILE_NAME, as_numpy, not_finite, save_description
+from ondevice.models.save import FILE_NAME, as_numpy, save_description
 from ondevice.offload.session import EngineSession
 
 if TYPE_CHECKING:

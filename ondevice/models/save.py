@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from ondevice.models.load import LoadedModel
     from ondevice.models.open import ModelFiles
 
-CHUNK = 1 << 24
-"""Elements of a state that are looked at together: a mask of all might not fit into memory."""
-LOWER_HALVES = "low/"
-"""Prefix of a state's uint16 arrays that are the lower 16 bits of float32 numbers."""
 GENERATION_NAME = "generation_config.json"
 _TOKENIZER_PATTERNS = (
     "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -53,29 +49,6 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return tensor.numpy()
-
-
-def not_finite(state: Mapping[str, np.ndarray]) -> str | None:
-    """Return the name of a state's first array with NaN or infinity.
-
-    uint16 is bfloat16, as `as_numpy` leaves it, except for `LOWER_HALVES`."""
-    for name, value in state.items():
-        if value.dtype.kind == "f":
-            finite = np.isfinite
-        elif value.dtype == np.uint16 and not name.startswith(LOWER_HALVES):
-            finite = _finite_bfloat16
-        else:
-            continue
-        flat = value.reshape(-1)
-        for low in range(0, flat.size, CHUNK):
-            if not finite(flat[low : low + CHUNK]).all():
-                return name
-    return None
-
-
-def _finite_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """An exponent of ones is infinity or NaN."""
-    return (bits & np.uint16(0x7F80)) != np.uint16(0x7F80)
 
 
 def save_description(folder: Path, dtype: Any, loaded: Any) -> None:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ondevice.artifact.files import sha256_file
+from ondevice.artifact.files import not_finite, sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.core.session import AddsToCheckpoint, HoldsState, Packing, Preparing, Scoring, require
-from ondevice.models.save import not_finite
 from ondevice.training import events
 from ondevice.training.checkpoint import CheckpointStore, RunLock
 from ondevice.training.events import FILE_NAME, EventLog, read_log

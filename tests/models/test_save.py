@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ondevice.artifact import files
+from ondevice.artifact.files import not_finite
 from ondevice.core.errors import TrainingError
 from ondevice.methods.ranked_session import Follower
-from ondevice.models import save
-from ondevice.models.save import as_numpy, not_finite
+from ondevice.models.save import as_numpy
 
 
 @given(st.integers(0, 0xFFFF))
@@ -30,7 +31,7 @@ def test_a_bfloat16_is_finite_if_torch_says_so(bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_the_first_array_that_is_not_finite_is_named(dtype: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(save, "CHUNK", 4)
+    monkeypatch.setattr(files, "CHECKED_ELEMENTS", 4)
     bad = np.ones((3, 5), dtype=dtype)
     bad[2, 4] = np.nan
     assert not_finite({"a": np.ones(2), "b": bad, "c": bad}) == "b"

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ondevice.methods.mesp.mlx.mixers import Instruction, Operand
 from ondevice.methods.mesp.mlx.model import Functions, Model, own_stages
-from ondevice.methods.mesp.mlx.operands import Instruction, Operand
 
 CONVOLUTIONS = {"convolve": ("bcx", "o"), "convolve_alone": ("qkv", "c")}
 """Input and output of the stages in which a token sees a few before it."""

@@ -1,5 +1,5 @@
 """The order in which a block's stages run, with the arrays that each takes and those that are dead
-after it, as instructions: data, not code. `operands` has what they are made of, `mixers` those of attention.
+after it, as instructions: data, not code. `mixers` has what they are made of, and those of attention.
 
 A backend that can run the stages needs nothing else: the Python session, an exported artifact's
 session and the C++ host all interpret this list. Imports no MLX.
@@ -11,16 +11,14 @@ from dataclasses import replace
 
 from ondevice.core.traits import CONVOLUTION, DELTA
 from ondevice.methods.mesp.mlx.mixers import (
-    attention_backward,
-    convolution_backward,
-    delta_backward,
-    mix,
-)
-from ondevice.methods.mesp.mlx.operands import (
     Instruction,
     Operand,
     Operands,
+    attention_backward,
+    convolution_backward,
+    delta_backward,
     linear_of,
+    mix,
     named,
     norm_of,
     numbered,

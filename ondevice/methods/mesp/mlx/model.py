@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
+from ondevice.methods.mesp.mlx.mixers import Instruction, Operand
 from ondevice.methods.mesp.mlx.mixture import MixtureStages
-from ondevice.methods.mesp.mlx.operands import Instruction, Operand
 from ondevice.methods.mesp.mlx.settings import Settings, bounds, ranges
 from ondevice.methods.mesp.mlx.stages import Stages
 from ondevice.methods.mesp.mlx.weights import Block, Weights, select

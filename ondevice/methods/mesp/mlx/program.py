@@ -25,8 +25,8 @@ from ondevice.methods.mesp.check import IN_MLX, check_family, check_mlx_settings
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx.instructions import ANY_LENGTH, BY_LENGTH, LAYER_INPUT_LIST
+from ondevice.methods.mesp.mlx.mixers import Instruction, Operand, update
 from ondevice.methods.mesp.mlx.model import Functions, Model
-from ondevice.methods.mesp.mlx.operands import Instruction, Operand, update
 from ondevice.methods.mesp.mlx.session import MlxSession, Optimizer, settings_of
 from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
 from ondevice.methods.mesp.mlx.weights import (

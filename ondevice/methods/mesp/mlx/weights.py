@@ -27,7 +27,7 @@ from ondevice.core.dims import MoeDims
 from ondevice.core.errors import ModelError
 from ondevice.core.traits import LLAMA
 from ondevice.core.untrusted import read_header
-from ondevice.methods.mesp.mlx.operands import Operand
+from ondevice.methods.mesp.mlx.mixers import Operand
 from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts
 from ondevice.models.families.base import BLOCKS
 from ondevice.models.sources import cache
