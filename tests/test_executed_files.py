@@ -71,8 +71,8 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
         ("mesp", "torch", 69),
         ("lora", "torch", 58),
         ("mesp", "mlx", 63),
-        ("prge", "torch", 67),
-        ("slideformer", "torch", 78),
+        ("prge", "torch", 65),
+        ("slideformer", "torch", 77),
     ],
 )
 def test_a_run_calls_few_files(
