@@ -35,6 +35,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "both other kinds, bfloat16 and float32, sort before int8",
     (
         "ondevice/data/batching.py",
+        "pieces.append(rows[places[steps]].reshape(-1))",
+        "pieces.append(rows[places[steps]].reshape(~1))",
+    ): "NumPy takes any negative size as the one to be found",
+    (
+        "ondevice/data/batching.py",
         "for other in [other for other in self._orders if abs(other - epoch) > 1]:",
         "for other in [other for other in self._orders if abs(other - epoch) > 0]:",
     ): "a cache of orders, which are a function of the epoch: one is computed again",
