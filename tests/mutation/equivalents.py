@@ -4,6 +4,16 @@ from __future__ import annotations
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "ondevice/nn/int8_kernel.py",
+        "column = tl.program_id(1) * block + tl.arange(0, block)",
+        "column = tl.program_id(1) * block ^ tl.arange(0, block)",
+    ): "a block is a power of two, so no bit is in both",
+    (
+        "ondevice/methods/lsp/projector.py",
+        "basis = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)",
+        "basis = basis / torch.where(upper.diagonal() < 0, -1.0, 1.0)",
+    ): "times and divided by 1 or -1 is the same",
+    (
         "ondevice/methods/lsp/matrix.py",
         "if self.plane.shown.get(dtype) is self:",
         "if self.plane.shown.get(dtype) == self:",
