@@ -19,11 +19,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return checks_bias(self.config, step) or (self.follows and self.turn <= 0)",
     ): "turns are counted from 0",
     (
-        "ondevice/methods/lsp/matrix.py",
-        "threshold = 0.0 if self.follows and self.turn == 0 else self.config.threshold",
-        "threshold = 0.0 if self.follows or self.turn == 0 else self.config.threshold",
-    ): "open: a CPU test could tell, if projectors that follow had a bias below the threshold later",
-    (
         "ondevice/methods/lsp/projector.py",
         "basis = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)",
         "basis = basis / torch.where(upper.diagonal() < 0, -1.0, 1.0)",
