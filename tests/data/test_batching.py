@@ -173,6 +173,33 @@ def test_examples_are_padded_to_the_given_length() -> None:
     assert pad_examples([], 3, PAD).ids.shape == (0, 3)
 
 
+@given(sizes=lengths, room=st.integers(1, 30))
+def test_packed_rows_are_first_fit_decreasing_and_learn_nothing_from_each_other(
+    sizes: list[int], room: int
+) -> None:
+    examples = [item.example for item in dataset(sizes).items]
+    packed = batching.pack_examples(examples, room, PAD)
+    expected: list[list[Example]] = []
+    for example in sorted(examples, key=len, reverse=True):
+        fits = [row for row in expected if sum(map(len, row)) + len(example) <= room]
+        if fits:
+            fits[0].append(example)
+        else:
+            expected.append([example])
+    longest = max(sum(map(len, row)) for row in expected)
+    assert packed.ids.shape[1] % 8 == 0 and longest <= packed.ids.shape[1] < longest + 8
+    assert len(packed.ids) == len(expected)
+    for place, row in enumerate(expected):
+        ids = [token for example in row for token in example.ids]
+        labels = [label for example in row for label in (IGNORE, *example.labels[1:])]
+        positions = [position for example in row for position in range(len(example))]
+        rest = packed.ids.shape[1] - len(ids)
+        assert packed.ids[place].tolist() == ids + [PAD] * rest
+        assert packed.labels[place].tolist() == labels + [IGNORE] * rest
+        assert packed.position_ids is not None
+        assert packed.position_ids[place].tolist() == positions + [0] * rest
+
+
 def lines(*numbers: int) -> Dataset:
     """One item a line of the file; windows of one text have the same line."""
     return Dataset(

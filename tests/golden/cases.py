@@ -60,6 +60,7 @@ class Case:
         rows, tokens: of the batch; every row but the first is padded if there are several.
         fields: of `config.json`, over `BASE`.
         targets: names of linear layers that have a pair.
+        holes: whether nothing learns every third token, as between the turns of a chat.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Case:
     rank: int = 2
     alpha: float = 3.0
     targets: tuple[str, ...] = ALL
+    holes: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -107,6 +109,8 @@ class Case:
         labels = ids.copy()
         for row in range(self.rows):
             labels[row, : 1 + row % 3] = -100
+            if self.holes:
+                labels[row, row % 3 :: 3] = -100
             if row:
                 end = max(3 + row % 3, self.tokens - 1 - 2 * row)
                 ids[row, end:], labels[row, end:] = self.config["pad_token_id"], -100
@@ -258,6 +262,14 @@ CASES = (
         "in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),
     Case("lfm2, rows shorter than taps", "lfm2", {**LFM2, "conv_L_cache": 7}, 2, 4, rank=1, targets=(
         "in_proj", "out_proj", "q_proj", "w2")),
+    Case("llama, labels with holes", "llama", {**UNTIED, "num_hidden_layers": 3}, 4, 15, rank=3,
+         holes=True),
+    Case("mistral, wide heads", "mistral", {"head_dim": 8, "num_key_value_heads": 5,
+         "sliding_window": 3, **UNTIED}, 5, 9, rank=4, targets=("o_proj", "up_proj")),
+    Case("qwen3, values and gates", "qwen3", {"head_dim": 6, "hidden_size": 25, **UNTIED}, 2, 17,
+         rank=7, targets=("v_proj", "gate_proj")),
+    Case("smollm3, biases", "smollm3", {"no_rope_layers": [0, 1], **BIASES, **GROUPS, **UNTIED}, 1,
+         20, targets=("q_proj", "v_proj", "down_proj"), alpha=0.5),
     Case("gemma2, caps", "gemma2", {**GEMMA, "attn_logit_softcapping": 1.5,
          "final_logit_softcapping": 2.0}, 2, 12),
     Case("gemma2, no caps", "gemma2", {**GEMMA, "attn_logit_softcapping": None,

@@ -26,7 +26,7 @@ from ondevice.methods.mesp.memory import HEAD_ROWS
 from ondevice.models import load_model, open_model
 from ondevice.models.tiny import tiny_tokenizer
 from tests.eager_program import computing_in_pytorch
-from tests.golden.cases import BLOCKS, CASES, HOSTED, Case
+from tests.golden.cases import BLOCKS, CASES, HOSTED, IMPLEMENTATIONS, Case
 from tests.golden.gradients import FILE, exact, relative_errors
 from tests.methods.mesp.reference import learned
 from tests.methods.rounding import ALLOWED
@@ -103,6 +103,11 @@ def test_the_file_is_what_the_script_writes() -> None:
         loss, found = exact(case)
         assert loss == pytest.approx(about["loss"], rel=1e-12)
         assert max(relative_errors(found, gradients).values()) <= 1e-9, case.name
+
+
+def test_all_implementations_meet_thirty_of_the_same_cases() -> None:
+    taken = [set(names) for names, _ in IMPLEMENTATIONS.values()]
+    assert len(set.intersection(*taken)) >= 30
 
 
 def test_no_limit_is_wide() -> None:

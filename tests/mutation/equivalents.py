@@ -4,6 +4,26 @@ from __future__ import annotations
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "ondevice/nn/int8_kernel.py",
+        "column = tl.program_id(1) * block + tl.arange(0, block)",
+        "column = tl.program_id(1) * block ^ tl.arange(0, block)",
+    ): "a block is a power of two, so no bit is in both",
+    (
+        "ondevice/methods/lsp/matrix.py",
+        "if gradient.dtype == left.dtype:",
+        "if gradient.dtype is left.dtype:",
+    ): "PyTorch has one object of a type",
+    (
+        "ondevice/methods/lsp/matrix.py",
+        "return checks_bias(self.config, step) or (self.follows and self.turn == 0)",
+        "return checks_bias(self.config, step) or (self.follows and self.turn <= 0)",
+    ): "turns are counted from 0",
+    (
+        "ondevice/methods/lsp/projector.py",
+        "basis = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)",
+        "basis = basis / torch.where(upper.diagonal() < 0, -1.0, 1.0)",
+    ): "times and divided by 1 or -1 is the same",
+    (
         "ondevice/methods/lsp/matrix.py",
         "if self.plane.shown.get(dtype) is self:",
         "if self.plane.shown.get(dtype) == self:",
@@ -33,6 +53,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         'if moments.kind != "int8":',
         'if moments.kind < "int8":',
     ): "both other kinds, bfloat16 and float32, sort before int8",
+    (
+        "ondevice/data/batching.py",
+        "pieces.append(rows[places[steps]].reshape(-1))",
+        "pieces.append(rows[places[steps]].reshape(~1))",
+    ): "NumPy takes any negative size as the one to be found",
     (
         "ondevice/data/batching.py",
         "for other in [other for other in self._orders if abs(other - epoch) > 1]:",

@@ -3,7 +3,7 @@
     pip install cosmic-ray
     python -m tests.mutation.run                     all modules; outcomes are kept in build/mutation.json
     python -m tests.mutation.run --only lsp,prge     some modules; --survivors: only mutants that are not known to die
-    python -m tests.mutation.run --record            runs nothing; writes tests/mutation/RESULTS.md of what is kept
+    python -m tests.mutation.run --record            runs nothing; writes what is kept into tests/mutation/RESULTS.md
 
 Each mutant changes one operator, number, comparison or condition of a module of the numerics, in a copy of the
 checkout, and the module's own tests run over it. Mutants are drawn with a seed, so a run can be repeated. What changes
@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -189,12 +190,17 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
 }
 """Modules of the numerics, and the tests that guard each."""
+ROW = r"^\| `([\w/]+\.py)` \| (\d+) \| (\d+) \| (\w+) \|"
+SURVIVOR = r"^(\| `([\w/]+\.py):\d+` \|.*)$"
 PROJECT = ("ondevice", "exporters", "runtime_ops", "benchmarks", "tests", "conftest")
 
 
 @dataclass
 class Mutant:
-    """One change of one line, and its outcome: killed, survived or timeout (which counts as killed)."""
+    """One change of one line, and its outcome: killed, survived or timeout (which counts as killed).
+
+    `code` is of the module that it changes; see `code_of`.
+    """
 
     module: str
     line: int
@@ -202,6 +208,22 @@ class Mutant:
     after: str
     digest: str
     outcome: str = ""
+    code: str = ""
+
+
+@dataclass
+class Row:
+    """A module's line of the table, and its survivors as lines of theirs."""
+
+    mutants: int
+    killed: int
+    code: str
+    survivors: list[str]
+
+
+def code_of(source: str) -> str:
+    """Return eight digits that tell one text of a module from another."""
+    return hashlib.sha256(source.encode()).hexdigest()[:8]
 
 
 def mutants_of(module: str, count: int, seed: int) -> list[tuple[Mutant, str]]:
@@ -236,6 +258,7 @@ def _mutant(module: str, original: str, source: str) -> Mutant:
         before.strip(),
         after.strip(),
         hashlib.sha256(source.encode()).hexdigest()[:16],
+        code=code_of(original),
     )
 
 
@@ -367,12 +390,13 @@ def main() -> None:
         name: [Mutant(**m) for m in rows] for name, rows in _read_kept().items() if name in MODULES
     }
     if options.record:
-        mutants = [mutant for module in MODULES for mutant in kept.get(module, ())]
-        if stale := {mutant.module for mutant in mutants if not _is_current(mutant)}:
+        now = {module: code_of((ROOT / module).read_text()) for module in MODULES}
+        if stale := [name for name, rows in kept.items() if {m.code for m in rows} != {now[name]}]:
             raise SystemExit(
-                f"changed since they were run: {', '.join(sorted(stale))}; run them again with --only"
+                f"changed since they were run: {', '.join(stale)}; run them again with --only"
             )
-        RESULTS.write_text(report(mutants, options.each, options.seed))
+        rows = recorded() | {name: _row(mutants) for name, mutants in kept.items()}
+        RESULTS.write_text(report(rows, now, options.each, options.seed))
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = Checkout(Path(folder) / "checkout")
@@ -382,7 +406,8 @@ def main() -> None:
             dead = {m.digest: m.outcome for m in kept.get(module, ()) if m.outcome != "survived"}
             drawn = mutants_of(module, options.each, options.seed)
             kept[module] = run_module(copy, module, drawn, dead if options.survivors else {})
-            print(f"{module}: {_summary(kept[module])}", flush=True)
+            row = _row(kept[module])
+            print(f"{module}: {_summary(row.killed, row.mutants)}", flush=True)
             KEPT.parent.mkdir(exist_ok=True)
             KEPT.write_text(
                 json.dumps(
@@ -391,36 +416,75 @@ def main() -> None:
             )
 
 
-def _is_current(mutant: Mutant) -> bool:
-    lines = (ROOT / mutant.module).read_text().splitlines()
-    return mutant.line <= len(lines) and lines[mutant.line - 1].strip() == mutant.before
-
-
 def _read_kept() -> dict[str, list[dict]]:
     return json.loads(KEPT.read_text()) if KEPT.is_file() else {}
 
 
-def _summary(mutants: list[Mutant]) -> str:
-    killed = sum(mutant.outcome != "survived" for mutant in mutants)
-    return f"{killed} of {len(mutants)} killed ({killed / max(1, len(mutants)):.1%})"
+def _summary(killed: int, mutants: int) -> str:
+    return f"{killed} of {mutants} killed ({killed / max(1, mutants):.1%})"
 
 
-def report(mutants: list[Mutant], each: int, seed: int) -> str:
-    """The table of modules, and every survivor with the reason why it lives."""
+def _row(mutants: list[Mutant]) -> Row:
+    left = [mutant for mutant in mutants if mutant.outcome == "survived"]
+    return Row(
+        len(mutants),
+        len(mutants) - len(left),
+        mutants[0].code,
+        [_survivor(mutant) for mutant in left],
+    )
+
+
+def _survivor(mutant: Mutant) -> str:
+    cells = (f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after))
+    reason = EQUIVALENT.get((mutant.module, mutant.before, mutant.after), "")
+    return f"| `{mutant.module}:{mutant.line}` | {' | '.join(cells)} | {reason} |"
+
+
+def recorded() -> dict[str, Row]:
+    """Read the rows that `RESULTS.md` has: a run of some modules leaves the others as they are."""
+    text = RESULTS.read_text()
+    rows = {
+        module: Row(int(mutants), int(killed), code, [])
+        for module, mutants, killed, code in re.findall(ROW, text, re.MULTILINE)
+    }
+    for line, module in re.findall(SURVIVOR, text, re.MULTILINE):
+        rows[module].survivors.append(line)
+    return {module: row for module, row in rows.items() if module in MODULES}
+
+
+def report(rows: dict[str, Row], now: dict[str, str], each: int, seed: int) -> str:
+    """Return the table of modules, and every survivor with the reason why it lives.
+
+    Args:
+        now: the code of each module today.
+    """
+    total = _summary(
+        sum(row.killed for row in rows.values()), sum(row.mutants for row in rows.values())
+    )
     lines = [
-        "# Mutants of the numerics", "",
-        f"`python -m tests.mutation.run --each {each} --seed {seed}`: {_summary(mutants)}.", "",
-        "| Module | Mutants | Killed | Tests |", "| --- | ---: | ---: | --- |",
-    ]  # fmt: skip
-    for module, tests in MODULES.items():
-        own = [mutant for mutant in mutants if mutant.module == module]
-        if own:
-            dead = sum(mutant.outcome != "survived" for mutant in own)
-            files = dict.fromkeys(f"`{name.partition('::')[0]}`" for name in tests)
-            lines.append(f"| `{module}` | {len(own)} | {dead} | {', '.join(files)} |")
-    not_run = [f"`{name}`" for name in MODULES if not any(m.module == name for m in mutants)]
-    if not_run:
-        lines += ["", f"On the list and not run yet: {', '.join(not_run)}."]
+        "# Mutants of the numerics",
+        "",
+        f"`python -m tests.mutation.run --each {each} --seed {seed}`: {total}.",
+    ]
+    rows = {module: rows[module] for module in MODULES if module in rows}
+    for words, names in (
+        (
+            "Changed since they were run",
+            [name for name, row in rows.items() if row.code != now[name]],
+        ),
+        ("On the list and not run yet", [name for name in MODULES if name not in rows]),
+    ):
+        if names:
+            lines += ["", f"{words}: {', '.join(f'`{name}`' for name in names)}."]
+    lines += [
+        "",
+        "| Module | Mutants | Killed | Code | Tests |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for module, row in rows.items():
+        files = dict.fromkeys(f"`{name.partition('::')[0]}`" for name in MODULES[module])
+        cells = (f"`{module}`", row.mutants, row.killed, row.code, ", ".join(files))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
         "## Survivors",
@@ -428,13 +492,7 @@ def report(mutants: list[Mutant], each: int, seed: int) -> str:
         "| Line | From | To | Why no test on a CPU can tell |",
         "| --- | --- | --- | --- |",
     ]
-    for mutant in mutants:
-        if mutant.outcome == "survived":
-            cells = (
-                f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after)
-            )
-            reason = EQUIVALENT.get((mutant.module, mutant.before, mutant.after), "")
-            lines.append(f"| `{mutant.module}:{mutant.line}` | {' | '.join(cells)} | {reason} |")
+    lines += [line for row in rows.values() for line in row.survivors]
     return "\n".join(lines) + "\n"
 
 

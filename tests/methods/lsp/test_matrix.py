@@ -205,6 +205,18 @@ def test_projectors_below_the_threshold_stay() -> None:
     assert torch.equal(positions[0], positions[2]) and not torch.equal(positions[0], positions[1])
 
 
+def test_projectors_that_follow_the_gradient_stay_below_the_threshold_after_the_first_turn() -> (
+    None
+):
+    gradient = low_rank(41, 29, 2)
+    projection = matrix(41, 29, 13, 4, threshold=0.3, projector_values="followed", learned=False)
+    assert projection.refresh(gradient).after is not None and projection.turn == 1
+    left = projection.left
+    second = projection.refresh(gradient)
+    assert second.before < 0.3 and second.after is None
+    assert projection.left is left and projection.turn == 1
+
+
 def test_the_threshold_itself_is_too_large() -> None:
     projection, gradient = matrix(41, 29, 13, 4), normal(41, 29)
     projection.config = projection.config.model_copy(

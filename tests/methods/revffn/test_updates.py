@@ -187,6 +187,20 @@ def test_a_gradient_below_the_limit_is_not_scaled() -> None:
     square = torch.tensor(0.09)
     assert [float(clip_scale(square, limit)) for limit in (0.31, 0.6, 100.0)] == [1.0, 1.0, 1.0]
     assert float(clip_scale(square, 0.15)) == pytest.approx(0.5, rel=1e-5)
+    assert float(clip_scale(torch.zeros(()), 0.15)) == 1.0
+
+
+def test_small_gradients_keep_the_variance_that_torch_gives_them() -> None:
+    """Squares of 1e-10 are far below float32's epsilon and far above the square of it."""
+    start, shrink = tensors([(40, 24)]), 1e-5
+    gradient = gradients(start, 0)["w0"] * shrink
+    leaf = torch.nn.Parameter(start["w0"].clone())
+    leaf.grad = gradient.clone()
+    PEERS["adafactor"]([leaf]).step()
+    ours = {"w0": start["w0"].clone()}
+    opened("adafactor", ours, weight_decay=0.1).apply("w0", gradient, 1, RATE)
+    change, expected = (value - start["w0"] for value in (ours["w0"], leaf.detach()))
+    assert float((change - expected).norm() / expected.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
