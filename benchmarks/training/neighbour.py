@@ -1,11 +1,14 @@
-"""A training step beside busy processes on two cores, by how OpenMP's threads wait for each other.
+"""A training step beside busy processes on two cores, by how its threads wait for each other, or
+by their number.
 
 python -m benchmarks.training.neighbour                two cores, idle and with five busy processes
 python -m benchmarks.training.neighbour --busy 2       with another number of them
+python -m benchmarks.training.neighbour --program DIR  steps of a block program, by its threads
 
 The model has SmolLM2-135M's shape and random weights; the step is MeSP's default one in eager
 PyTorch. Each way of waiting has a process of its own, which is stopped while another takes its step:
-threads that wait actively would take the cores. The busy processes run on the same two cores, at the
+threads that wait actively would take the cores. A program's process starts beside the busy
+processes, because it counts then what they leave. The busy processes run on the same two cores, at the
 same priority, and only while the busy rows are measured.
 """
 
@@ -29,6 +32,11 @@ WAYS: dict[str, dict[str, str]] = {
     "passive (ours)": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
+OF_PROGRAMS: dict[str, dict[str, str]] = {
+    "two threads": {"OMP_NUM_THREADS": "2"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+    "as other processes leave cores (ours)": {},
+}
 LIMIT_S = 50.0
 """Seconds that the busy processes run at most."""
 BUSY = "while True: pass"
@@ -49,17 +57,23 @@ def main() -> None:
     def more(parser: Any) -> None:
         parser.add_argument("--busy", type=int, default=5, help="busy processes")
         parser.add_argument("--cores", type=int, default=2)
+        parser.add_argument("--program", default="", help="an artifact of block programs")
 
     args = parse_args(__doc__, more)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
-    served = {way: Served(environment) for way, environment in WAYS.items()}
+    ways = OF_PROGRAMS if args.program else WAYS
+    served: dict[str, Served] = {}
     rows = []
     for busy in (0, args.busy):
         others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
-        started = time.perf_counter()
         try:
-            figures: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+            if args.program or not served:
+                for one in served.values():
+                    one.close()
+                served = {way: Served(named, args.program) for way, named in ways.items()}
+            started = time.perf_counter()
+            figures: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for _ in range(args.repeats):
                 for way, one in served.items():
                     if not busy or time.perf_counter() - started < LIMIT_S:
@@ -77,22 +91,31 @@ def main() -> None:
         one.close()
     notes = [
         f"{args.cores} cores, one row of {TOKENS} tokens, every token labelled, rank 8 on all seven "
-        "linear layers, AdamW; random weights of SmolLM2-135M's shape."
+        "linear layers, AdamW; "
+        + ("a block program." if args.program else "random weights of SmolLM2-135M's shape.")
     ]
     title = "A step beside busy processes"
-    shown = {"command": command_of("training/neighbour"), "show_versions": ("torch",)}
-    finish("training/neighbour", rows, args, columns=COLUMNS, title=title, notes=notes, **shown)
+    name = "training/neighbour_programs" if args.program else "training/neighbour"
+    columns = COLUMNS
+    if args.program:
+        columns = [
+            column | {"title": "Threads"} if column["key"] == "way" else column
+            for column in COLUMNS
+        ]
+        title = "A block program's step beside busy processes"
+    shown = {"command": command_of("training/neighbour"), "show_versions": ("torch", "executorch")}
+    finish(name, rows, args, columns=columns, title=title, notes=notes, **shown)
 
 
 class Served:
     """A process that takes a step when it is asked to."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], program: str) -> None:
         named = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
         kept = {key: value for key, value in os.environ.items() if key not in named}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.training.neighbour", "--serve"],
+            [sys.executable, "-m", "benchmarks.training.neighbour", "--serve", program],
             cwd=ROOT,
             env={**kept, **{key: value for key, value in environment.items() if value}},
             stdin=pipe,
@@ -124,10 +147,14 @@ def serve() -> None:
     """Take a step for every line of standard input."""
     import numpy as np
 
+    from ondevice.api.open import open_artifact
     from ondevice.core.registry import method_config, open_session
     from ondevice.models.load import tiny_model
 
-    session = open_session(tiny_model("llama", **SHAPE), method_config("mesp", {"rank": 8}), 0)
+    if program := sys.argv[-1]:
+        session = open_artifact(program)
+    else:
+        session = open_session(tiny_model("llama", **SHAPE), method_config("mesp", {"rank": 8}), 0)
     ids = np.random.default_rng(0).integers(256, size=(ROWS, TOKENS))
     for number, _ in enumerate(sys.stdin):
         started, cpu = time.perf_counter(), time.process_time()

@@ -1,7 +1,7 @@
 """Qualcomm's QNN libraries from the `qnn` extra, found and loaded here: nobody sets a variable.
 
 The wheel `onnxruntime-qnn` carries the compiler for Hexagon and its simulator for x86 Linux. Only
-one version of it takes what ExecuTorch 1.4 asks for, so the version is checked. Nothing is ever
+one version of it takes what ExecuTorch 1.5 asks for, so the version is checked. Nothing is ever
 downloaded: ExecuTorch's own package would fetch an SDK when it is imported, unless `QNN_SDK_ROOT`
 is there, so it is set before.
 """

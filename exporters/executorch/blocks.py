@@ -8,10 +8,8 @@ optimizer's vectors are this session's memory.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,23 +41,10 @@ SHARED = ("shared_keys", "shared_values", *GRADIENTS)
 """Roles of what blocks hand on to each other within a step."""
 LOWER_RATE = "resume from the last checkpoint with a lower learning rate"
 RELOAD = "copy the artifact again, or export it again"
-SHARED_PRODUCT = 1 << 30
-"""Multiplications of a block's largest product from which threads share it."""
 SMALLEST_LOSS_SCALE = 1.0
 """A step that is not finite at this scale is an error."""
 
 log = logging.getLogger("ondevice.exporters")
-
-
-def _in_threads(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a session's method run in `BlocksSession.threads`."""
-
-    @functools.wraps(run)
-    def wrapped(self: BlocksSession, *arguments: Any, **named: Any) -> Any:
-        with self.threads():
-            return run(self, *arguments, **named)
-
-    return wrapped
 
 
 class BlocksSession(ExecutorchSession):
@@ -85,7 +70,6 @@ class BlocksSession(ExecutorchSession):
         self._frozen_inputs: dict[tuple[str, int, int, int], list[Tensor | None]] = {}
         """Of each call so far, by function, layer, tile and expert: a token is 30 calls, and names
         took as long as a tenth of them."""
-        self._product = self._largest_product()
         self.experts = self._experts()
         self._read: dict[str, Tensor] = {}
         """Of the pass that runs: its ids and first input, if layers have inputs of their own; keys
@@ -126,7 +110,6 @@ class BlocksSession(ExecutorchSession):
         self.loss_scale = self.spec.loss_scale
         self._partially_updated = False
 
-    @_in_threads
     def step(
         self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float
     ) -> StepResult:
@@ -144,7 +127,6 @@ class BlocksSession(ExecutorchSession):
 
         return self.weighted_step(ids, labels, mean, step, learning_rate)
 
-    @_in_threads
     def weighted_step(
         self, ids: np.ndarray, labels: np.ndarray, weigh: Weigh, step: int, learning_rate: float
     ) -> StepResult:
@@ -229,14 +211,12 @@ class BlocksSession(ExecutorchSession):
         gn, gweights = experts.backward(layer, outputs, given["gradient"])
         return {"normed_gradient": gn, "routing_gradient": gweights}
 
-    @_in_threads
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         self._check_whole()
         _, x = self._forward(ids, self._size(self.eval_batch_size, ids), keep=False)
         return self.head.losses(x, labels), (labels[:, 1:] != IGNORE).sum(1)
 
-    @_in_threads
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
         """Logits float32 [vocab]; see `ExecutorchSession.next_token`."""
         self._check_whole()
@@ -247,7 +227,6 @@ class BlocksSession(ExecutorchSession):
         _, x = self._forward(ids, self._size(1, ids), keep=False)
         return self.head.logits(x[length_tokens - 1 : length_tokens].contiguous())
 
-    @_in_threads
     def answer_prompt(
         self, prompt: Sequence[int], samplers: Sequence[Any], most_tokens: int
     ) -> list[list[int]]:
@@ -422,40 +401,6 @@ class BlocksSession(ExecutorchSession):
         if _key(port) not in self._read and port.role in GRADIENTS:
             return torch.zeros(port.shape)
         return self._read[_key(port)]
-
-    def _largest_product(self) -> int:
-        """Multiplications of the largest product with a matrix that a block is given; 0 if it
-        has its own."""
-        products = [0]
-        for name, method in self.spec.methods.items():
-            if name.startswith(("block_backward", f"{EXPERT}backward")):
-                tokens = next(port.shape[0] for port in method.inputs if port.role == "hidden")
-                products += [
-                    tokens * int(np.prod(port.shape))
-                    for port in method.inputs
-                    if port.role == "frozen"
-                ]
-        return max(products)
-
-    @contextmanager
-    def threads(self) -> Iterator[None]:
-        """Let what follows compute in one thread, unless the products are large.
-
-        The runtime's own kernels share a product among PyTorch's threads, which wait for each other
-        by spinning. Small products gain nothing by that, and if another process has one of the
-        cores a step took eight times as long.
-        """
-        import torch
-
-        threads = torch.get_num_threads()
-        if self._product >= SHARED_PRODUCT or threads == 1:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
     def _method(self, name: str, layer: int) -> Any:
         """A method to execute. One that every layer has its own of is not kept, because its weights

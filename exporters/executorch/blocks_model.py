@@ -87,8 +87,7 @@ class BlocksModel:
             ConfigError: no token, or the conversation is longer than the context.
         """
         check_room(ids, self.read, self.context_tokens)
-        with self.session.threads():
-            logits = self._feed(ids)
+        logits = self._feed(ids)
         if len(ids) > 1:
             self.cache.mark(self.read)
         return logits

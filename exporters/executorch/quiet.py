@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from typing import IO
 
 
 @contextmanager
-def without_lines(prefix: str) -> Iterator[None]:
-    """Drop, within the block, lines of standard error that start with `prefix`; all others come
-    out after it."""
+def without_lines(prefixes: tuple[str, ...]) -> Iterator[None]:
+    """Drop, within the block, lines of Python's standard error that start with one of `prefixes`,
+    as ExecuTorch's own do, which go there; all others come out after it."""
+    caught = io.StringIO()
     try:
-        sys.stderr.flush()
-        kept = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no standard error to protect
-        yield
-        return
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
+        with redirect_stderr(caught):
             yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            caught.seek(0)
-            for line in caught:
-                if not line.startswith(prefix.encode()):
-                    os.write(2, line)
+    finally:
+        for line in caught.getvalue().splitlines(keepends=True):
+            if not line.startswith(prefixes) and sys.stderr is not None:
+                sys.stderr.write(line)
 
 
 @contextmanager

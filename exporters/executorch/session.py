@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, MissingPackageError
 from ondevice.core.manifest import Manifest
+from ondevice.core.process import NAMED_THREADS, CoresLeft
 from ondevice.core.program import FUSED
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
@@ -30,35 +31,59 @@ from ondevice.exporters.executorch.quiet import without_lines
 from ondevice.runtime_ops.build import load_executorch_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from ondevice.core.manifest import AdapterEntry, StateTensor
     from ondevice.core.session import Preparing
 
 log = logging.getLogger("ondevice.exporters")
-CHATTER = "[cpuinfo_utils.cpp"
-"""ExecuTorch's message about a processor that it does not know."""
+CHATTER = ("[cpuinfo_utils.cpp", "[threadpool.cpp")
+"""ExecuTorch's messages about a processor that it does not know, and about its threads."""
 KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
 
 
+@cache
 def load_runtime() -> Any:
-    """Return the ExecuTorch runtime of this process.
+    """Return the ExecuTorch runtime of this process, with its threads started.
+
+    Their start prints lines about the processor, so it is done here and nowhere else. They are
+    counted once, before any program is loaded: XNNPACK keeps the pool that it found.
 
     Raises:
         MissingPackageError: when the `executorch` extra is not installed.
     """
-    os.environ.setdefault("ET_LOG_LEVEL", "error")
+    left = CoresLeft()
     try:
         with without_lines(CHATTER), _without_compiler():
             from executorch.runtime import Runtime
 
-            return Runtime.get()
+            runtime = Runtime.get()
+            _start_threads(left)
+            return runtime
     except ImportError:
         raise MissingPackageError(
             "the ExecuTorch runtime is not installed",
             hint="pip install 'ondevice-train[executorch]'",
         ) from None
+
+
+def _start_threads(left: CoresLeft) -> None:
+    """Start as many threads as the user names, else as other processes leave cores: two threads on
+    one core wait for each other at every operator. No result depends on the number."""
+    import torch
+    from executorch.extension.pybindings import portable_lib
+
+    most = portable_lib._threadpool_get_thread_count()
+    if any(name in os.environ for name in NAMED_THREADS):
+        number, reason = torch.get_num_threads(), "as the environment names"
+    else:
+        count = left.count()
+        number = max(1, min(most, round(count)))
+        reason = f"other processes leave {count:.1f} of {left.cores} cores"
+    if number != most:
+        portable_lib._unsafe_reset_threadpool(number)
+    log.info("threads of programs: %d; %s", number, reason)
 
 
 @contextmanager
@@ -133,7 +158,7 @@ class ExecutorchSession(ProgramSession):
         self.buffers = tuple(tensor.name for tensor in self.spec.state if tensor.kept == "program")
         for name in self.buffers:
             for access in (f"get_{name}", f"set_{name}"):
-                self._methods[access] = self._loaded(access)
+                self._methods[access] = self.program.load_method(access)
         self.restart()
 
     @cached_property
@@ -389,16 +414,10 @@ class ExecutorchSession(ProgramSession):
     def _run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
         import torch
 
-        first = name not in self._methods
-        if first:
+        if name not in self._methods:
             self._unload_other_kind(name)
             self._load(name)
-        tensors = [torch.from_numpy(value) for value in inputs]
-        if first:  # the runtime looks at the processor when it first computes
-            with without_lines(CHATTER):
-                outputs: Sequence[Any] = self._methods[name].execute(tensors)
-        else:
-            outputs = self._methods[name].execute(tensors)
+        outputs = self._methods[name].execute([torch.from_numpy(value) for value in inputs])
         return [value.numpy() for value in outputs]
 
     def _unload_other_kind(self, name: str) -> None:
@@ -415,17 +434,11 @@ class ExecutorchSession(ProgramSession):
         ]:
             del self._methods[loaded]
 
-    def _loaded(self, name: str) -> Any:
-        with without_lines(
-            CHATTER
-        ):  # XNNPACK looks at the processor when the first method is loaded
-            return self.program.load_method(name)
-
     def _load(self, name: str) -> None:
         """Load a method when it is first needed; loading writes the initial state into the shared
         buffers again."""
         kept = {buffer: self._tensor(buffer).copy() for buffer in self.buffers}
-        self._methods[name] = self._loaded(name)
+        self._methods[name] = self.program.load_method(name)
         for buffer, value in kept.items():
             self._set(buffer, value)
 

@@ -261,29 +261,6 @@ def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
     assert session.state()["adapter"].tobytes() == straight.state()["adapter"].tobytes()
 
 
-def test_small_products_are_computed_in_one_thread(monkeypatch) -> None:
-    torch = pytest.importorskip("torch")
-    session, seen, before = opened(), set(), torch.get_num_threads()
-    method = session._method
-
-    def watched(name: str, layer: int) -> Any:
-        seen.add(torch.get_num_threads())
-        return method(name, layer)
-
-    monkeypatch.setattr(session, "_method", watched)
-    ids, labels = batch(2, 24)
-    try:
-        torch.set_num_threads(2)
-        session.step(ids, labels, 0, 0.0)
-        assert (seen, torch.get_num_threads()) == ({1}, 2)
-        monkeypatch.setattr(blocks, "SHARED_PRODUCT", session._product)
-        session.step(ids, labels, 1, 0.0)
-        assert (seen, torch.get_num_threads()) == ({1, 2}, 2)
-    finally:
-        torch.set_num_threads(before)
-        session.close()
-
-
 def test_a_loss_that_is_no_number_updates_nothing() -> None:
     session, rows = opened(), batch(2, 16)
     state = session.state()

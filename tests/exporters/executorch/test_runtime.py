@@ -3,10 +3,13 @@ afterwards."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.programs import program
 
 pytest.importorskip("executorch")
 
@@ -40,3 +43,33 @@ assert sys.modules["executorch.exir"] is executorch.exir and executorch.exir.to_
 def test_the_runtime_needs_no_compiler(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+STEPS = """
+import hashlib, logging, sys
+import numpy as np
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+from ondevice.api.open import open_artifact
+session = open_artifact(sys.argv[1])
+ids = np.arange(session.batch_size * 16).reshape(session.batch_size, 16) % 200
+for step in range(3):
+    session.step(ids, ids, step, 1e-2)
+print(hashlib.sha256(session.state()["adapter"].tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("name", ["blocks", "functional"])
+def test_no_bit_depends_on_the_threads(name: str) -> None:
+    """A machine with busy neighbours takes one, and resumes what another has begun."""
+    found = set()
+    for number in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", STEPS, str(program(name))],
+            env=os.environ | {"OMP_NUM_THREADS": number},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert f"threads of programs: {number}; as the environment names" in done.stdout
+        found.add(done.stdout.split()[-1])
+    assert len(found) == 1
