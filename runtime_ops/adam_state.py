@@ -120,28 +120,27 @@ class HostState:
         return {**there, **self.moments.tensors()}
 
 
-def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
+def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments | None) -> None:
     """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's
     sign bits.
 
-    A NaN becomes the usual quiet one. With int8 moments, whose v has no sign, ties round away from
-    zero instead.
+    A NaN becomes the usual quiet one. With int8 moments, whose v has no sign, or without moments,
+    ties round away from zero instead.
 
     Args:
         master: float32 [n].
         high: written; bfloat16 or a 16-bit integer type, n elements.
         low: written; uint16 or int16, n elements.
-        moments: of n elements; v's signs are written.
+        moments: of n elements; v's signs are written. None: there are none, as of Muon.
 
     Raises:
         ModelError: a tensor of another dtype or size.
     """
     count = master.numel()
     check("master", master, (torch.float32,), count)
-    check_state(HostState(None, high, low, moments), count)
-    kind = KINDS.index(moments.kind)
+    kind, ties = _ties(high, low, moments, count)
     if (library := native.library()) is not None:
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (high, low, moments.v))
+        pointers = (ctypes.c_void_p(address) for address in (high.data_ptr(), low.data_ptr(), ties))
         numbers = (ctypes.c_int64(kind), ctypes.c_int64(torch.get_num_threads()))
         library.ondevice_layer_adam_split(
             ctypes.c_void_p(master.data_ptr()), ctypes.c_int64(count), *pointers, *numbers
@@ -150,7 +149,17 @@ def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
     torch_split_(master, high, low, moments)
 
 
-def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
+def _ties(high: Tensor, low: Tensor, moments: Moments | None, count: int) -> tuple[int, int | None]:
+    """Check the halves of a master, and return where C++ keeps its ties: kind and address of v."""
+    if moments is not None:
+        check_state(HostState(None, high, low, moments), count)
+        return KINDS.index(moments.kind), moments.v.data_ptr()
+    check("high", high, HALVES, count)
+    check("low", low, HALVES[1:], count)
+    return KINDS.index("int8"), None
+
+
+def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments | None) -> None:
     """Run `split_` by torch's own operations, wherever the tensors are."""
     bits = master.reshape(-1).view(torch.int32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -159,7 +168,7 @@ def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) ->
     )  # rounded, a NaN could become infinity
     low.view(torch.int16).view(-1).copy_(bits)
     upper = high.view(torch.int16).view(-1)
-    if moments.kind == "int8":
+    if moments is None or moments.kind == "int8":
         upper.copy_((bits + 0x8000) >> 16)
         return
     odd = (bits >> 16) & 1
@@ -169,19 +178,21 @@ def torch_split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) ->
     moments.v.copy_(torch.where(tie == 1, -moments.v, moments.v))
 
 
-def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None) -> Tensor:
-    """Merge the float32 master [n] that `split_` or `layer_adam` stored; into `out` if it is given.
+def merge(high: Tensor, low: Tensor, moments: Moments | None, out: Tensor | None = None) -> Tensor:
+    """Merge the float32 master [n] that `split_`, `layer_adam` or `layer_muon` stored; into `out` if
+    it is given.
 
     Raises:
         ModelError: a tensor of another dtype or size.
     """
-    count = check_state(HostState(None, high, low, moments))
+    count = high.numel()
+    kind, ties = _ties(high, low, moments, count)
     if out is None:
         out = torch.empty(count)
     check("out", out, (torch.float32,), count)
     if (library := native.library()) is not None:
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (high, low, moments.v))
-        numbers = (ctypes.c_int64(KINDS.index(moments.kind)), ctypes.c_int64(count))
+        pointers = (ctypes.c_void_p(address) for address in (high.data_ptr(), low.data_ptr(), ties))
+        numbers = (ctypes.c_int64(kind), ctypes.c_int64(count))
         target = ctypes.c_void_p(out.data_ptr())
         threads = ctypes.c_int64(torch.get_num_threads())
         library.ondevice_layer_adam_merge(*pointers, *numbers, target, threads)
@@ -189,10 +200,10 @@ def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None
     return torch_merge(high, low, moments, out)
 
 
-def torch_merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor) -> Tensor:
+def torch_merge(high: Tensor, low: Tensor, moments: Moments | None, out: Tensor) -> Tensor:
     """Run `merge` by torch's own operations, wherever the tensors are."""
     upper, difference = (half.view(torch.int16).view(-1).to(torch.int32) for half in (high, low))
-    if moments.kind == "int8":
+    if moments is None or moments.kind == "int8":
         out.view(-1).copy_(((upper << 16) + difference).view(torch.float32))
         return out
     lower = difference & 0xFFFF
@@ -210,15 +221,7 @@ def check_state(state: HostState, count: int | None = None) -> int:
     moments = state.moments
     if count is None:
         count = moments.m.numel()
-    if (state.master is None) != (state.low is not None) or (
-        state.low is not None and state.high is None
-    ):
-        names = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
-        raise ModelError(
-            "the state is neither plain nor split",
-            expected="master, or high and low",
-            received=" and ".join(names),
-        )
+    check_form(state)
     if state.master is not None:
         check("master", state.master, (torch.float32,), count)
     if state.high is not None:
@@ -235,6 +238,23 @@ def check_state(state: HostState, count: int | None = None) -> int:
         for name in ("m_scale", "v_scale"):
             check(name, getattr(moments, name), (torch.float32,), -(-count // TILE))
     return count
+
+
+def check_form(state: HostState) -> None:
+    """Check that a master is plain or split.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    if (state.master is None) != (state.low is not None) or (
+        state.low is not None and state.high is None
+    ):
+        names = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
+        raise ModelError(
+            "the state is neither plain nor split",
+            expected="master, or high and low",
+            received=" and ".join(names),
+        )
 
 
 def check(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...], count: int) -> None:

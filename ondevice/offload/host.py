@@ -100,6 +100,14 @@ def fields(state: layer_adam.HostState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+def _ranges(
+    unit: Unit, state: layer_adam.HostState
+) -> tuple[tuple[slice, layer_adam.Moments | None], ...]:
+    """Return the elements of Muon, which have no moments, and those of AdamW with theirs."""
+    hidden = unit.matrices
+    return (slice(0, hidden), None), (slice(hidden, unit.numel), state.moments)
+
+
 class HostStore:
     """Masters and moments of `owned` units; takes the values out of the model's parameters.
 
@@ -132,9 +140,8 @@ class HostStore:
             return state
         state = self.blank(unit, moments)
         assert state.high is not None and state.low is not None  # noqa: S101  split
-        rest = slice(unit.matrices, unit.numel)
-        layer_adam.split_(master[rest], state.high[rest], state.low[rest], state.moments)
-        muon.put_master(state, slice(0, unit.matrices), master[: unit.matrices])
+        for span, own in _ranges(unit, state):
+            layer_adam.split_(master[span], state.high[span], state.low[span], own)
         return state
 
     def blank(self, unit: Unit, moments: str) -> layer_adam.HostState:
@@ -190,10 +197,9 @@ class HostStore:
         for unit in self.owned:
             state = self.state(unit)
             if state.high is not None and state.low is not None:
-                rest = slice(unit.matrices, unit.numel)
                 flat = torch.empty(unit.numel)
-                flat[: unit.matrices] = muon.master_of(state, slice(0, unit.matrices))
-                layer_adam.merge(state.high[rest], state.low[rest], state.moments, flat[rest])
+                for span, own in _ranges(unit, state):
+                    layer_adam.merge(state.high[span], state.low[span], own, flat[span])
             else:
                 flat = self._master(state)
             masters |= {name: part.clone() for name, part in parameters(unit, flat).items()}

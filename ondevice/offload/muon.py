@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.runtime_ops.adam_state import Moments, torch_merge, torch_split_
+from ondevice.runtime_ops.layer_muon import layer_muon
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Piece, Unit
@@ -38,10 +38,6 @@ ITERATIONS = 5
 TINY = 1e-7
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of the momentum, by `EngineConfig.moments`."""
-HALVES = Moments.empty(0, "int8")
-"""Says how masters are split: ties round away from zero, as there is no second moment."""
-CHUNK = 1 << 22
-"""Elements whose masters the host has in float32 at once."""
 
 
 def suits(shape: tuple[int, ...]) -> bool:
@@ -87,37 +83,31 @@ def factor(shape: tuple[int, ...], rule: str) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def step(unit: Unit, update: Tensor, state: HostState, adam: AdamStep, rule: str) -> None:
+def step(
+    unit: Unit, update: Tensor, state: HostState, adam: AdamStep, rule: str, threads: int | None
+) -> None:
     """Apply the updates of a unit's matrices to their masters on the host; flat, one after the
     other."""
+    for span, decay, rate in _runs(unit, adam, rule):
+        layer_muon(update, state, span, decay, rate, threads)
+
+
+def _runs(unit: Unit, adam: AdamStep, rule: str) -> list[tuple[slice, float, float]]:
+    """Return elements with what their masters and their updates are multiplied by; neighbours that
+    are treated alike are one run."""
+    runs: list[tuple[slice, float, float]] = []
     for piece in matrices(unit):
-        decay = 1 - adam.learning_rate * adam.weight_decay * piece.decays
-        rate = adam.learning_rate * factor(piece.whole or piece.shape, rule)
         if not piece.trained:
             continue
-        for low in range(piece.offset, piece.offset + piece.numel, CHUNK):
-            span = slice(low, min(low + CHUNK, piece.offset + piece.numel))
-            master = master_of(state, span)
-            master.mul_(decay).sub_(update[span].float().mul_(rate))
-            put_master(state, span, master)
+        decay = 1 - adam.learning_rate * adam.weight_decay * piece.decays
+        rate = adam.learning_rate * factor(piece.whole or piece.shape, rule)
+        low = piece.offset
+        if runs and (runs[-1][0].stop, *runs[-1][1:]) == (low, decay, rate):
+            low = runs.pop()[0].start
+        runs.append((slice(low, piece.offset + piece.numel), decay, rate))
+    return runs
 
 
 def matrices(unit: Unit) -> Iterator[Piece]:
     """Yield the pieces that Muon updates, which come first in their unit."""
     return (piece for piece in unit.pieces if piece.muon)
-
-
-def master_of(state: HostState, span: slice) -> Tensor:
-    """Return float32 masters: of a split state a copy."""
-    if state.master is not None:
-        return state.master[span]
-    assert state.high is not None and state.low is not None  # noqa: S101  a split state
-    return torch_merge(
-        state.high[span], state.low[span], HALVES, torch.empty(span.stop - span.start)
-    )
-
-
-def put_master(state: HostState, span: slice, master: Tensor) -> None:
-    """Write back what `master_of` returned."""
-    if state.high is not None and state.low is not None:
-        torch_split_(master, state.high[span], state.low[span], HALVES)

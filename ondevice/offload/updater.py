@@ -433,7 +433,7 @@ class Updater:
             state = self.disk.load(unit, state)
         started = time.perf_counter()
         if unit.matrices:
-            muon.step(unit, gradient, state, adam, self.config.muon_rate)
+            muon.step(unit, gradient, state, adam, self.config.muon_rate, self.threads)
         for part, own, settings in updates(unit, gradient, state, adam):
             if self.scratch is not None:
                 torch_adam(part, own, settings, self.scratch[: len(part)])

@@ -244,7 +244,8 @@ void split_master(const float* master, int64_t count, uint16_t* high, uint16_t* 
                   const Parallel& parallel) {
   with_moment(v, moments, [&](auto* typed) {
     for_chunks(count, parallel, [&](int64_t begin, int64_t size) {
-      split_range(master + begin, size, high + begin, low + begin, typed + begin);
+      auto* ties = typed == nullptr ? nullptr : typed + begin;
+      split_range(master + begin, size, high + begin, low + begin, ties);
     });
   });
 }
@@ -254,7 +255,8 @@ void merge_master(const uint16_t* high, const uint16_t* low, const void* v, int6
                   float* master, const Parallel& parallel) {
   with_moment(v, moments, [&](auto* typed) {
     for_chunks(count, parallel, [&](int64_t begin, int64_t size) {
-      merge_range(high + begin, low + begin, typed + begin, size, master + begin);
+      auto* ties = typed == nullptr ? nullptr : typed + begin;
+      merge_range(high + begin, low + begin, ties, size, master + begin);
     });
   });
 }

@@ -24,7 +24,7 @@ from ondevice.offload import momentum, muon  # noqa: E402
 from ondevice.offload.device import Device  # noqa: E402
 from ondevice.offload.store import TieredStore  # noqa: E402
 from ondevice.offload.units import SINGLE, Joined, Ranks, cut  # noqa: E402
-from ondevice.runtime_ops import layer_adam  # noqa: E402
+from ondevice.runtime_ops import layer_adam, native  # noqa: E402
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments  # noqa: E402
 from tests.methods.slideformer import test_happens_before  # noqa: E402
 from tests.methods.slideformer.reference import (  # noqa: E402
@@ -129,28 +129,65 @@ def test_steps_have_the_bits_of_the_algorithm_in_memory(
     assert differing(masters, reference.masters) == []
 
 
-def test_split_masters_have_the_bits_of_float32_ones() -> None:
-    """Steps of random updates on both forms of a layer's matrices, of odd sizes."""
+def state_of(start: Any, split: bool) -> HostState:
+    """A state without moments that holds `start`."""
+    if not split:
+        return HostState(start.clone(), None, None, Moments.empty(0))
+    high, low = (torch.zeros(start.numel(), dtype=kind) for kind in (torch.bfloat16, torch.uint16))
+    layer_adam.split_(start, high, low, None)
+    return HostState(None, high, low, Moments.empty(0))
+
+
+def master_of(state: HostState) -> Any:
+    if state.master is not None:
+        return state.master
+    assert state.high is not None and state.low is not None
+    return layer_adam.merge(state.high, state.low, None)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C++", "torch"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "plain"])
+def test_a_unit_s_matrices_have_each_their_rate_and_decay(
+    split: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of random updates of odd sizes; one matrix is frozen, one does not decay, and what is not
+    a matrix stays."""
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
     model = tiny_model("llama", layers=1, intermediate=77)
+    names = [name for name, p in model.family.model.named_parameters() if p.ndim == 2]
+    frozen, undecayed = (next(n for n in names if part in n) for part in ("k_proj", "o_proj"))
+    model.family.frozen, model.family.undecayed = frozenset({frozen}), frozenset({undecayed})
     unit = cut(model.family, suits=muon.suits).layers[0]
     random = torch.Generator().manual_seed(0)
     start = torch.randn(unit.numel, generator=random)
-    halves = [torch.zeros(unit.numel, dtype=kind) for kind in (torch.bfloat16, torch.uint16)]
-    none = Moments.empty(0)
-    split = HostState(None, halves[0], halves[1], none)
-    muon.put_master(split, slice(0, unit.numel), start)
-    plain = HostState(start.clone(), None, None, none)
+    state = state_of(start, split)
+    expected = start.clone()
     for number in range(5):
         update = torch.randn(unit.numel, generator=random).bfloat16()
         adam = AdamStep(1e-2, weight_decay=0.1, step=number + 1)
-        for state in (split, plain):
-            muon.step(unit, update, state, adam, "adamw")
-    every = slice(0, unit.matrices)
-    assert torch.equal(muon.master_of(split, every), muon.master_of(plain, every))
-    assert not torch.equal(muon.master_of(plain, every), start[every])
-    assert torch.equal(
-        muon.master_of(split, slice(unit.matrices, unit.numel)), start[unit.matrices :]
-    )
+        muon.step(unit, update, state, adam, "adamw", 2)
+        for piece in unit.pieces:
+            if len(piece.shape) < 2 or piece.name == frozen:
+                continue
+            part = slice(piece.offset, piece.offset + piece.numel)
+            rate = 1e-2 * 0.2 * math.sqrt(max(piece.shape))
+            kept = 1.0 if piece.name == undecayed else 1 - 1e-2 * 0.1
+            expected[part] = expected[part] * kept - update[part].float() * rate
+    assert torch.equal(master_of(state), expected)
+    moved = {
+        p.name for p in unit.pieces
+        if not torch.equal(expected[p.offset :][: p.numel], start[p.offset :][: p.numel])
+    }  # fmt: skip
+    assert moved == {p.name for p in unit.pieces if len(p.shape) == 2} - {frozen}
+
+
+def test_neighbours_that_are_treated_alike_are_one_pass() -> None:
+    """Of a Llama layer whose matrices fill their memory: q, k, v, o, and the three of the MLP."""
+    model = tiny_model("llama", layers=1, hidden=64, intermediate=128, heads=4, kv_heads=4)
+    unit = cut(model.family, suits=muon.suits).layers[0]
+    runs = muon._runs(unit, AdamStep(1e-2, weight_decay=0.1), "adamw")
+    assert [span for span, _, _ in runs] == [slice(0, 4 * 64**2), slice(4 * 64**2, unit.matrices)]
 
 
 @pytest.mark.parametrize(("rule", "name"), [("adamw", "match_rms_adamw"), ("original", "original")])
