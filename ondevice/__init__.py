@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ondevice.nn.adapters import apply_adapter
     from ondevice.planning.doctor import doctor
     from ondevice.training.fuse import fuse
-    from ondevice.training.metrics import Trained
     from ondevice.training.options import Callback
+    from ondevice.training.result import Trained
 
 wait_asleep()
 __version__: str
@@ -47,7 +47,7 @@ _WHERE = {
     "Callback": "training.options",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
-    "Trained": "training.metrics",
+    "Trained": "training.result",
     "apply_adapter": "nn.adapters",
     "benchmark": "api.benchmark",
     "convert": "exits",

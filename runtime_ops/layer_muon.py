@@ -67,7 +67,8 @@ def layer_muon(
     if update.numel() == 0:
         return  # an empty tensor's address is null, which means something else in C++
     if (library := native.library()) is None:
-        torch_muon(update, HostState(**tensors, moments=state.moments), decay, rate)
+        halves = (tensors[name] for name in ("master", "high", "low"))
+        torch_muon(update, HostState(*halves, moments=state.moments), decay, rate)
         return
     pointers = [ctypes.c_void_p(t if t is None else t.data_ptr()) for t in tensors.values()]
     library.ondevice_layer_muon(

@@ -8,7 +8,7 @@ changes.
 
 # Inside a kernel values are tensors of Triton, which its stubs do not say.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

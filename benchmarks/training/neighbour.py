@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, command_of, finish, parse_args
@@ -152,7 +153,7 @@ def serve() -> None:
     from ondevice.models.load import tiny_model
 
     if program := sys.argv[-1]:
-        session = open_artifact(program)
+        session = open_artifact(Path(program))
     else:
         session = open_session(tiny_model("llama", **SHAPE), method_config("mesp", {"rank": 8}), 0)
     ids = np.random.default_rng(0).integers(256, size=(ROWS, TOKENS))

@@ -60,8 +60,8 @@ class Processes(Ranks):
             self.beat = Beat(store, rank, world, limit)
             self.calls = Messages("calls", store, world, rank, limit, self.beat)
             self.files = Messages("files", store, world, rank, limit, self.beat)
-            self.sums = dist.new_group(backend="gloo", timeout=limit)
-            self.results = dist.new_group(backend="gloo", timeout=limit)
+            self.sums: Any = dist.new_group(backend="gloo", timeout=limit)
+            self.results: Any = dist.new_group(backend="gloo", timeout=limit)
             self.steps: Any = dist.group.WORLD
             # NCCL's own time-out ends the process without naming the layer: ours comes before it.
             if device != "cpu":

@@ -44,7 +44,7 @@ from ondevice.training.identity import (
 )
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import Run, StopRequest
-from ondevice.training.metrics import RunResult, Trained
+from ondevice.training.metrics import RunResult
 from ondevice.training.objective import (
     check_pictures,
     check_rows,
@@ -55,6 +55,7 @@ from ondevice.training.options import Options
 from ondevice.training.ordinary import compare, save_ordinary
 from ondevice.training.policy import GRPO_SETTINGS, Policy, PromptBatches
 from ondevice.training.preferences import PreferenceBatches, Preferences
+from ondevice.training.result import Trained
 from ondevice.training.rewards import records_of
 from ondevice.training.rows import OpenedRows, RunRows, read_rows_of, vocabulary_of
 from ondevice.training.schedule import WarmupDecay

@@ -145,8 +145,9 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
         like = rehearse(lambda: self.family.hidden(ids_BT))
         carrier_BTD = self.carrier(ids_BT.numel(), like).view(like.shape)
         del like
-        if ids_BT.is_cuda:
-            torch.cuda.empty_cache()  # the graphs' memory is another than that of other steps
+        if ids_BT.is_cuda:  # the graphs' memory is another than that of other steps
+            gc.collect()
+            torch.cuda.empty_cache()
         left: list[Tensor] = []
 
         def forward() -> None:
