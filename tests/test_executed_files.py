@@ -68,11 +68,11 @@ def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "backend", "most"),
     [
-        ("mesp", "torch", 69),
-        ("lora", "torch", 58),
+        ("mesp", "torch", 70),
+        ("lora", "torch", 59),
         ("mesp", "mlx", 63),
-        ("prge", "torch", 65),
-        ("slideformer", "torch", 77),
+        ("prge", "torch", 66),
+        ("slideformer", "torch", 78),
     ],
 )
 def test_a_run_calls_few_files(
