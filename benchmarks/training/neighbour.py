@@ -7,8 +7,7 @@ python -m benchmarks.training.neighbour --program DIR  steps of a block program,
 
 The model has SmolLM2-135M's shape and random weights; the step is MeSP's default one in eager
 PyTorch. Each way of waiting has a process of its own, which is stopped while another takes its step:
-threads that wait actively would take the cores. A program's process starts beside the busy
-processes, because it counts then what they leave. The busy processes run on the same two cores, at the
+threads that wait actively would take the cores. The busy processes run on the same two cores, at the
 same priority, and only while the busy rows are measured.
 """
 
@@ -36,7 +35,6 @@ WAYS: dict[str, dict[str, str]] = {
 OF_PROGRAMS: dict[str, dict[str, str]] = {
     "two threads": {"OMP_NUM_THREADS": "2"},
     "one thread": {"OMP_NUM_THREADS": "1"},
-    "as other processes leave cores (ours)": {},
 }
 LIMIT_S = 50.0
 """Seconds that the busy processes run at most."""
@@ -64,16 +62,12 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     ways = OF_PROGRAMS if args.program else WAYS
-    served: dict[str, Served] = {}
+    served = {way: Served(environment, args.program) for way, environment in ways.items()}
     rows = []
     for busy in (0, args.busy):
         others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
+        started = time.perf_counter()
         try:
-            if args.program or not served:
-                for one in served.values():
-                    one.close()
-                served = {way: Served(named, args.program) for way, named in ways.items()}
-            started = time.perf_counter()
             figures: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for _ in range(args.repeats):
                 for way, one in served.items():
@@ -150,9 +144,14 @@ def serve() -> None:
 
     from ondevice.api.open import open_artifact
     from ondevice.core.registry import method_config, open_session
+    from ondevice.exporters.executorch.session import load_runtime
     from ondevice.models.load import tiny_model
 
     if program := sys.argv[-1]:
+        load_runtime()
+        from executorch.extension.pybindings import portable_lib
+
+        portable_lib._unsafe_reset_threadpool(int(os.environ["OMP_NUM_THREADS"]))
         session = open_artifact(Path(program))
     else:
         session = open_session(tiny_model("llama", **SHAPE), method_config("mesp", {"rank": 8}), 0)

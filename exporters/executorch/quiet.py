@@ -12,16 +12,16 @@ from typing import IO
 
 
 @contextmanager
-def without_lines(prefixes: tuple[str, ...]) -> Iterator[None]:
-    """Drop, within the block, lines of Python's standard error that start with one of `prefixes`,
-    as ExecuTorch's own do, which go there; all others come out after it."""
+def without_lines(prefix: str) -> Iterator[None]:
+    """Drop, within the block, lines of Python's standard error that start with `prefix`; all others
+    come out after it. ExecuTorch sends its own there."""
     caught = io.StringIO()
     try:
         with redirect_stderr(caught):
             yield
     finally:
         for line in caught.getvalue().splitlines(keepends=True):
-            if not line.startswith(prefixes) and sys.stderr is not None:
+            if not line.startswith(prefix) and sys.stderr is not None:
                 sys.stderr.write(line)
 
 

@@ -23,7 +23,6 @@ from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, MissingPackageError
 from ondevice.core.manifest import Manifest
-from ondevice.core.process import NAMED_THREADS, CoresLeft
 from ondevice.core.program import FUSED
 from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from ondevice.core.session import Preparing
 
 log = logging.getLogger("ondevice.exporters")
-CHATTER = ("[cpuinfo_utils.cpp", "[threadpool.cpp")
-"""ExecuTorch's messages about a processor that it does not know, and about its threads."""
+CHATTER = "[cpuinfo_utils.cpp"
+"""ExecuTorch's message about a processor that it does not know."""
 KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
 
@@ -47,43 +46,25 @@ KINDS = ("train_step", "evaluate", "next_token")
 def load_runtime() -> Any:
     """Return the ExecuTorch runtime of this process, with its threads started.
 
-    Their start prints lines about the processor, so it is done here and nowhere else. They are
-    counted once, before any program is loaded: XNNPACK keeps the pool that it found.
+    Their start prints lines about the processor, so it is done here and nowhere else. There is one
+    for each core, also beside busy processes: fewer made a step longer there
+    (`benchmarks/training/neighbour.py`).
 
     Raises:
         MissingPackageError: when the `executorch` extra is not installed.
     """
-    left = CoresLeft()
     try:
         with without_lines(CHATTER), _without_compiler():
+            from executorch.extension.pybindings import portable_lib
             from executorch.runtime import Runtime
 
-            runtime = Runtime.get()
-            _start_threads(left)
-            return runtime
+            portable_lib._threadpool_get_thread_count()
+            return Runtime.get()
     except ImportError:
         raise MissingPackageError(
             "the ExecuTorch runtime is not installed",
             hint="pip install 'ondevice-train[executorch]'",
         ) from None
-
-
-def _start_threads(left: CoresLeft) -> None:
-    """Start as many threads as the user names, else as other processes leave cores: two threads on
-    one core wait for each other at every operator. No result depends on the number."""
-    import torch
-    from executorch.extension.pybindings import portable_lib
-
-    most = portable_lib._threadpool_get_thread_count()
-    if any(name in os.environ for name in NAMED_THREADS):
-        number, reason = torch.get_num_threads(), "as the environment names"
-    else:
-        count = left.count()
-        number = max(1, min(most, round(count)))
-        reason = f"other processes leave {count:.1f} of {left.cores} cores"
-    if number != most:
-        portable_lib._unsafe_reset_threadpool(number)
-    log.info("threads of programs: %d; %s", number, reason)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from ondevice.core.errors import ConfigError, MissingPackageError
@@ -13,10 +12,6 @@ DISTRIBUTION = "ondevice-train"
 POLICY = "OMP_WAIT_POLICY"
 NAMED = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables with which a user says how threads wait."""
-NAMED_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables with which a user says how many threads compute."""
-SHORTEST_S = 0.2
-"""Seconds over which the use of cores is counted at least: the kernel counts in hundredths."""
 
 
 def expanded(path: str | Path, hint: str = "set HOME, or write the path in full") -> Path:
@@ -81,38 +76,6 @@ def described() -> str:
     """Say how threads wait, in a few words for a log."""
     named = [f"{name}={os.environ[name]}" for name in NAMED if name in os.environ]
     return ", ".join(named) or "as the libraries choose: torch was loaded first"
-
-
-class CoresLeft:
-    """Counts, from its making on, what other processes leave of the cores that this one may use.
-
-    Attributes:
-        cores: how many those are.
-    """
-
-    def __init__(self) -> None:
-        self.cores, *self._before = _used()
-
-    def count(self) -> float:
-        """Return the mean number of cores that were idle or used by this process."""
-        if (missing := self._before[0] + SHORTEST_S - time.monotonic()) > 0:
-            time.sleep(missing)
-        _, *now = _used()
-        seconds, idle, own = (after - before for after, before in zip(now, self._before))
-        return min((idle + own) / seconds, float(self.cores))
-
-
-def _used() -> tuple[int, float, float, float]:
-    """Return the number of this process's cores, the time, and the seconds that these cores were
-    idle and this process has computed."""
-    import psutil
-
-    each = psutil.cpu_times(percpu=True)
-    if hasattr(os, "sched_getaffinity"):
-        mine = os.sched_getaffinity(0)
-        each = [one for number, one in enumerate(each) if number in mine] or each
-    idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
-    return len(each), time.monotonic(), idle, time.process_time()
 
 
 def python_command(*arguments: str, python: str | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from ondevice.core.capabilities import HalfOnGpu, OwnPrecision, Ranked
 from ondevice.core.errors import ConfigError, Need, OndeviceError
 from ondevice.core.method import Placement, has_liger, has_triton
-from ondevice.core.process import NAMED_THREADS, described
+from ondevice.core.process import described
 from ondevice.core.registry import backend_for, spec_of
 from ondevice.offload.config import check_rows, launched
 from ondevice.planning.devices import cores
@@ -37,6 +37,8 @@ THREADS = "threads"
 """Keys of a run's decisions."""
 FAST = {"triton": lambda device: has_triton(device), "liger": lambda device: has_liger(device)}
 """Kernels beyond PyTorch's, and whether a device can use them."""
+NAMED_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables with which a user names the number of threads."""
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
 """Names of a CPU's bfloat16 instructions in `torch.cpu.get_capabilities`, on x86-64 and on ARM."""
 

@@ -1,16 +1,12 @@
-"""How threads wait for each other, in a process that has loaded nothing yet, and how many cores
-there are for them."""
+"""How threads wait for each other, in a process that has loaded nothing yet."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 
 import pytest
-
-from ondevice.core.process import CoresLeft
 
 SHOW = "import os; print(os.environ.get('OMP_WAIT_POLICY'))"
 
@@ -41,35 +37,3 @@ def test_a_library_that_was_loaded_first_is_said() -> None:
     told = f"{code}; from ondevice.core.process import described; print(described())"
     assert policy(code) == "None"
     assert "torch was loaded first" in policy(told)
-
-
-BESIDE = """
-import os, subprocess, sys, time
-from ondevice.core.process import CoresLeft
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-other = subprocess.Popen([sys.executable, "-c", "print(flush=True)\\nwhile True: pass"], stdout=subprocess.PIPE)
-try:
-    other.stdout.readline()
-    left = CoresLeft()
-    time.sleep(0.5)
-    print(left.cores, left.count())
-finally:
-    other.kill()
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
-def test_another_processs_core_is_not_left() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BESIDE], capture_output=True, text=True, check=True
-    )
-    cores, left = map(float, done.stdout.split())
-    assert cores == 1 and left < 0.5
-
-
-def test_this_processs_own_work_is_left() -> None:
-    left, started, own = CoresLeft(), time.monotonic(), time.process_time()
-    while (used := time.process_time() - own) < 0.3:
-        pass
-    mean = used / (time.monotonic() - started)
-    assert 0.8 * mean < left.count() <= left.cores
