@@ -55,22 +55,21 @@ def layer_muon(
     check_form(state)
     count = update.numel()
     check("update", update, UPDATES, count)
-    tensors: dict[str, Tensor | None] = {}
-    kinds = (("master", (torch.float32,)), ("high", HALVES), ("low", HALVES[1:]))
-    for name, dtypes in kinds:
-        tensor = getattr(state, name)
-        if tensor is not None:
-            check(name, tensor, dtypes, count)
-            tensor = tensor.view(-1)[span]
-        tensors[name] = tensor
+    master, high, low = (
+        _part(name, tensor, dtypes, count, span)
+        for name, tensor, dtypes in (
+            ("master", state.master, (torch.float32,)),
+            ("high", state.high, HALVES),
+            ("low", state.low, HALVES[1:]),
+        )
+    )
     update = update.view(-1)[span]
     if update.numel() == 0:
         return  # an empty tensor's address is null, which means something else in C++
     if (library := native.library()) is None:
-        halves = (tensors[name] for name in ("master", "high", "low"))
-        torch_muon(update, HostState(*halves, moments=state.moments), decay, rate)
+        torch_muon(update, HostState(master, high, low, state.moments), decay, rate)
         return
-    pointers = [ctypes.c_void_p(t if t is None else t.data_ptr()) for t in tensors.values()]
+    pointers = [ctypes.c_void_p(t if t is None else t.data_ptr()) for t in (master, high, low)]
     library.ondevice_layer_muon(
         ctypes.c_void_p(update.data_ptr()),
         ctypes.c_int64(update.dtype == torch.float32),
@@ -97,3 +96,13 @@ def torch_muon(update: Tensor, state: HostState, decay: float, rate: float) -> N
         halves = (state.high[span], state.low[span])
         master = torch_merge(*halves, None, torch.empty_like(change))
         torch_split_(master.mul_(decay).sub_(change), *halves, None)
+
+
+def _part(
+    name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...], count: int, span: slice
+) -> Tensor | None:
+    """Check one array of a state, and return its elements `span`."""
+    if tensor is None:
+        return None
+    check(name, tensor, dtypes, count)
+    return tensor.view(-1)[span]

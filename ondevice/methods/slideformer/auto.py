@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.config import size_text
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW
 from ondevice.methods.slideformer.memory import (
+    MASTER_BYTES,
     MEMORY,
     MOMENTUM_BYTES,
     STATE_BYTES,
@@ -161,7 +162,7 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     hidden = lanes["compute"] / dims.layers * min(config.kept_layers, dims.layers)
     item = ITEM_BYTES[config.compute]
-    layer = dims.block_parameters
+    layer = updated(dims, config, dims.block_parameters, 1)
     moved = dims.block_parameters * item / work.world
     tokens = work.rows * work.world * work.length_tokens
     waits = tokens * dims.hidden / rates.parameters_s * (not config.keeps_tables)
@@ -271,9 +272,18 @@ class Work:
 
 
 def moved_bytes(config: SlideformerConfig) -> float:
-    """Return the bytes of host memory that the update of a parameter reads and writes, its
+    """Return the bytes of host memory that AdamW's update of a parameter reads and writes, its
     gradient's among them."""
     return 2 * STATE_BYTES[config.moments] + ITEM_BYTES[config.compute]
+
+
+def updated(dims: ModelDims, config: SlideformerConfig, parameters: float, layers: int) -> float:
+    """Return as how many parameters of AdamW the update moves bytes of host memory.
+
+    Of the matrices of `layers` under Muon, those of master and update: momenta only cross the bus.
+    """
+    muon = 2 * MASTER_BYTES + ITEM_BYTES[config.compute]
+    return parameters - layers * hidden(dims, config) * (1 - muon / moved_bytes(config))
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
@@ -329,7 +339,7 @@ def _lanes(
         "compute": flops / rates.flops_s + here / ranks / DEVICE_PARAMETERS_S,
         "h2d": _seconds_of(entering / ranks + kept, rates.h2d_bytes_s),
         "d2h": _seconds_of(leaving / ranks + kept, rates.d2h_bytes_s),
-        "update": on_host / rates.parameters_s + traffic / memory,
+        "update": updated(dims, config, on_host, layers) / rates.parameters_s + traffic / memory,
         "disk": _seconds_of(on_disk, rates.disk_bytes_s),
     }
 

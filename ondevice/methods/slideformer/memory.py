@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
 """Master and moments, bytes a parameter, by `moments`."""
+MASTER_BYTES = 4
 MOMENTUM_SLOTS = 2
 MOMENTUM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 0}
 MUON_BYTES = {"float32": 8.0, "bfloat16": 6.0}

@@ -101,6 +101,28 @@ def test_a_presumed_update_takes_as_long_as_its_record_adds() -> None:
     assert 0.1 < record < 0.2
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_muon_s_update_moves_master_and_update_and_its_momentum_crosses_the_bus(
+    moments: str,
+) -> None:
+    """On the host 10 bytes a parameter of a matrix, AdamW's 26 or 18; both ways 4 or 2 more."""
+    adam, muon = (
+        SlideformerConfig(moments=moments, optimizer=optimizer).fixed()
+        for optimizer in ("auto", "muon")
+    )
+    of_adam, of_muon = (
+        lanes_of(DIMS, config, Work(8, 1024), RATES, 1.0) for config in (adam, muon)
+    )
+    matrices = DIMS.layers * DIMS.matrices_of_block
+    momentum = {"float32": 4, "bfloat16": 2}[moments] * matrices
+    moved = {"float32": 26, "bfloat16": 18}[moments]
+    saved = (moved - 10) * matrices - 2 * momentum  # copies pass through the host's memory, too
+    assert of_adam["update"] - of_muon["update"] == pytest.approx(
+        saved / moved / RATES.parameters_s
+    )
+    assert of_muon["d2h"] - of_adam["d2h"] == pytest.approx(momentum / RATES.d2h_bytes_s)
+
+
 def test_ranks_leave_about_as_much_on_the_accelerator() -> None:
     """Four ranks compute as long as one with as many rows each, and one host updates as long: not more stays."""
     for rows in (8, 32):
