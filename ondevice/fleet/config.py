@@ -24,7 +24,7 @@ from ondevice.fleet.combine import shared_group
 from ondevice.fleet.keys import fingerprints
 from ondevice.fleet.member import load_vector, vector_name
 from ondevice.fleet.messages import UNIT, Outcome
-from ondevice.objectives import objective_names
+from ondevice.objectives import OBJECTIVES
 from ondevice.training.objective import objective_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class FleetRun(RunConfig):
             raise ValueError(
                 f"data.{asked[0]}: a fleet's devices take their own rows, in their own order"
             )
-        if self.train.objective not in ("loss", *objective_names()):
+        if self.train.objective not in ("loss", *OBJECTIVES):
             raise ValueError(
                 f"train.objective {self.train.objective}: a fleet's devices train on the loss of "
                 "their rows, or on preferences"

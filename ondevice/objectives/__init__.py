@@ -7,7 +7,11 @@ gradient by one number, and knows nothing else of the objective.
 
 from __future__ import annotations
 
-from ondevice.objectives.base import Graded, Objective, Scores, objective, objective_names
+from dataclasses import fields
+from typing import Any
+
+from ondevice.core.errors import ConfigError
+from ondevice.objectives.base import Graded, Objective, Scores
 from ondevice.objectives.dpo import Dpo
 from ondevice.objectives.grpo import Answers, Grpo
 from ondevice.objectives.ipo import Ipo
@@ -16,6 +20,7 @@ from ondevice.objectives.orpo import Orpo
 from ondevice.objectives.simpo import Simpo
 
 __all__ = [
+    "OBJECTIVES",
     "Answers",
     "Dpo",
     "Graded",
@@ -27,5 +32,29 @@ __all__ = [
     "Scores",
     "Simpo",
     "objective",
-    "objective_names",
 ]
+OBJECTIVES: dict[str, type[Objective]] = {kind.name: kind for kind in (Dpo, Ipo, Kto, Orpo, Simpo)}
+"""Every objective over preferences, by name."""
+
+
+def objective(name: str, **settings: Any) -> Objective:
+    """Return the objective of a name; a setting that is None is the objective's own.
+
+    Raises:
+        ConfigError: an unknown name, or a setting that the objective lacks.
+    """
+    if name not in OBJECTIVES:
+        raise ConfigError(
+            f"unknown objective {name!r}", expected=", ".join(OBJECTIVES), received=name
+        )
+    kind = OBJECTIVES[name]
+    known = {one.name for one in fields(kind)}
+    given = {key: value for key, value in settings.items() if value is not None}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"objective {name} has no setting {key}",
+                expected=", ".join(sorted(known)),
+                received=f"{key}={value}",
+            )
+    return kind(**given)

@@ -1,16 +1,12 @@
-"""The interface of objectives over preferences, and the objective of a name."""
+"""The interface of objectives over preferences."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
-
-from ondevice.core.errors import ConfigError
-
-_CLASSES: dict[str, type[Objective]] = {}
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,6 @@ class Objective(ABC):
     """Whether it compares with the model before training."""
     beta: float = 0.1
 
-    def __init_subclass__(cls) -> None:
-        _CLASSES[cls.name] = cls
-
     @abstractmethod
     def grade(self, scores: Scores) -> Graded:
         """Return loss, coefficients and figures of some rows."""
@@ -109,31 +102,3 @@ def log_sigmoid(x: np.ndarray) -> np.ndarray:
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """Return 1 / (1 + exp(-x)) without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * x))
-
-
-def objective_names() -> tuple[str, ...]:
-    """Return the names of all objectives over preferences, sorted."""
-    return tuple(sorted(_CLASSES))
-
-
-def objective(name: str, **settings: Any) -> Objective:
-    """Return the objective of a name; a setting that is None is the objective's own.
-
-    Raises:
-        ConfigError: an unknown name, or a setting that the objective lacks.
-    """
-    if name not in _CLASSES:
-        raise ConfigError(
-            f"unknown objective {name!r}", expected=", ".join(objective_names()), received=name
-        )
-    kind = _CLASSES[name]
-    known = {one.name for one in fields(kind)}
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(
-                f"objective {name} has no setting {key}",
-                expected=", ".join(sorted(known)),
-                received=f"{key}={value}",
-            )
-    return kind(**given)

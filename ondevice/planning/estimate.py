@@ -13,7 +13,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
-from ondevice.objectives import objective, objective_names
+from ondevice.objectives import OBJECTIVES, objective
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.request import Request, StepTime, step_time
 from ondevice.planning.runtime import runtime_of
@@ -324,7 +324,7 @@ def sequences_of(train: TrainConfig) -> int:
     that are written to each."""
     if train.objective == "grpo":
         return train.group_size * train.batch_size
-    if train.objective in objective_names():
+    if train.objective in OBJECTIVES:
         return objective(train.objective).texts * train.batch_size
     return train.batch_size
 

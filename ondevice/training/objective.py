@@ -8,7 +8,7 @@ from ondevice.core.capabilities import LearnsPreferences, Writes
 from ondevice.core.errors import ConfigError, Need
 from ondevice.core.manifest import Manifest
 from ondevice.core.registry import method_config, methods, spec_of, target
-from ondevice.objectives import Objective, objective, objective_names
+from ondevice.objectives import OBJECTIVES, Objective, objective
 from ondevice.training.policy import check_policy, grpo_of
 from ondevice.training.preferences import check_rated
 from ondevice.training.scores import unscored
@@ -42,16 +42,16 @@ def with_objective(
     kind = opened.format
     if chosen == "grpo":
         return train, (_grpo(train, method, kind, runs_on, opened.data),)
-    if chosen not in objective_names():
+    if chosen not in OBJECTIVES:
         if kind not in DEFAULTS:
             return train, ()
         if chosen != "loss":
             raise ConfigError(
                 f"train.objective {chosen} is a score of answers, and the rows are preferences",
-                expected=", ".join(objective_names()),
+                expected=", ".join(OBJECTIVES),
                 received=chosen,
             )
-    name = chosen if chosen in objective_names() else DEFAULTS[kind]
+    name = chosen if chosen in OBJECTIVES else DEFAULTS[kind]
     settings = {key: getattr(train, key) for key in _SETTINGS}
     made = objective(name, **settings)
     check_format(made, kind)
@@ -266,7 +266,7 @@ def texts_of_row(settings: TrainConfig) -> int:
 
 def objective_of(settings: TrainConfig) -> Objective | None:
     """Return the objective over preferences that a run's settings name, or None."""
-    if settings.objective not in objective_names():
+    if settings.objective not in OBJECTIVES:
         return None
     return objective(settings.objective, **{key: getattr(settings, key) for key in _SETTINGS})
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.objectives import Scores, objective, objective_names
+from ondevice.objectives import OBJECTIVES, Scores, objective
 
 
 def dpo(logps: Tensor, reference: Tensor, tokens: Tensor, liked: Tensor, s: dict) -> Tensor:
@@ -65,7 +65,7 @@ def draw(seed: int, rows: int = 5) -> Scores:
 
 
 def test_every_objective_has_a_formula_here() -> None:
-    assert set(objective_names()) == set(FORMULAS)
+    assert set(OBJECTIVES) == set(FORMULAS)
 
 
 @pytest.mark.parametrize("seed", range(20))
