@@ -80,7 +80,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "runtime_ops/layer_adam.py": LAYER_ADAM,
     "runtime_ops/adam_state.py": LAYER_ADAM,
     "runtime_ops/adam_undo.py": LAYER_ADAM,
-    "runtime_ops/layer_muon.py": ("tests/runtime_ops/test_layer_muon.py",),
     "runtime_ops/quantized.py": (
         "tests/runtime_ops/test_quantized.py",
         "tests/runtime_ops/test_torch_ops.py",
