@@ -150,6 +150,11 @@ def bits_of(form: str) -> Callable[[Path], float]:
     return lambda root: of(root, name, "bits", form=form, model=model)
 
 
+def lost_by_exit(title: str) -> Callable[[Path], float]:
+    name = "exits/rounding/2x-nvidia-h200"
+    return lambda root: of(root, name, "loss", task="sst2", base="float32", exit=title)
+
+
 MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/methods/full.md", "1e-5"): default("full"),
     ("docs/methods/lora.md", "3e-4"): default("lora"),
@@ -161,6 +166,8 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/methods/prge.md", "1e-2"): default("prge", "perturbation_scale"),
     ("docs/howto/exits.md", "1e-5"): lambda root: LOGIT_ERROR["float32"],
     ("docs/howto/exits.md", "1e-2"): lambda root: LOGIT_ERROR["float16"],
+    ("docs/howto/exits.md", "6.4"): lost_by_exit("`gguf` Q4_0, merged"),
+    ("docs/howto/exits.md", "3.8"): lost_by_exit("`gguf-pair` Q4_0"),
     ("docs/howto/export.md", "1e-5"): allowed("none", "loss"),
     ("docs/howto/export.md", "1e-4"): allowed("q4", "loss"),
     ("docs/howto/export.md", "5e-2"): allowed("8da4w", "loss"),
