@@ -17,8 +17,8 @@ import numpy as np
 
 from ondevice.artifact.expert_pairs import peft_names
 from ondevice.artifact.files import atomic_directory
+from ondevice.core.config import BASE_WEIGHTS
 from ondevice.core.errors import ArtifactError
-from ondevice.core.method import BASE_WEIGHTS
 from ondevice.core.session import Adapter, layer_of
 from ondevice.core.traits import is_expert_parameter
 from ondevice.core.untrusted import TensorHeader, parse_header, read_plain

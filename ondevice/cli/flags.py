@@ -15,10 +15,9 @@ import typer
 
 from ondevice.api.runfile import NULL, RunConfig
 from ondevice.cli.common import one_of
-from ondevice.core.config import Documented
+from ondevice.core.config import Documented, TargetModule
 from ondevice.core.errors import ConfigError
 from ondevice.core.flags import Flag
-from ondevice.core.method import TargetModule
 from ondevice.core.registry import method_names, methods
 from ondevice.core.untrusted.yaml_documents import parse_yaml
 

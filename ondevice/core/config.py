@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from ondevice.core.config_errors import Section, explain
+from ondevice.core.errors import ConfigError
 from ondevice.core.flags import Flag
 
 FindAnswers = Callable[[], tuple[tuple[int, ...], str]]
@@ -130,6 +131,56 @@ class StrictConfig(Documented, Section):
             raise explain(error, cls, values, where, elsewhere, hint) from None
 
 
+LossOver = Literal["auto", "answers", "vocabulary"]
+"""The tokens that a loss is over: see `AnswerLossConfig`."""
+
+
+class AnswerLossConfig(StrictConfig):
+    """The tokens that a method's loss is over, for methods that can leave most of the vocabulary out."""
+
+    loss: LossOver = "vocabulary"
+    """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
+    share them, of one token each, such as sst2's. `auto`: over the answers if there are such."""
+
+    answers: tuple[int, ...] = ()
+    """The answers' tokens; filled in from the rows, or from the task at an export."""
+
+    def with_answers(self, find: FindAnswers) -> Self:
+        """Return the settings with the answers that the loss is over; as they are where it is over the vocabulary.
+
+        Args:
+            find: `label_tokens_of_rows` or `label_tokens_of_task`, called if the settings ask for answers.
+
+        Raises:
+            ConfigError: `loss` is `answers` and the rows have none that fit.
+        """
+        if self.loss == "vocabulary":
+            return self
+        answers, reason = find()
+        if self.loss == "answers" and not answers:
+            raise ConfigError(
+                f"a loss over the answers does not go with this data: {reason}",
+                expected="a task whose rows share their answers, of one token each, such as sst2, rte or boolq",
+                received="method.loss answers",
+                hint="leave method.loss out, or set it to vocabulary",
+            )
+        if answers:
+            return self.model_copy(update={"answers": answers})
+        return self
+
+
+BaseWeights = Literal["q4_0"]
+BASE_WEIGHTS = get_args(BaseWeights)
+"""How the frozen weights of an adapter may be rounded."""
+
+
+class FrozenBaseConfig(StrictConfig):
+    """The frozen weights of a method that trains an adapter."""
+
+    base: BaseWeights | None = None
+    """`q4_0`: rounded as `ondevice convert --to gguf-pair` writes them, and float32 in memory (torch)."""
+
+
 def parse_bytes(text: str) -> int:
     """Parse `6GiB`, `512 MiB`, `8GB` or a number of bytes into bytes.
 
@@ -150,6 +201,8 @@ MemorySize = Annotated[
     int | None, BeforeValidator(lambda value: parse_bytes(value) if type(value) is str else value)
 ]
 """Bytes, also written as a text such as 6GiB."""
+TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A linear layer of a block that LoRA can adapt, by the last part of its name (PEFT's `target_modules`)."""
 
 
 class ModelConfig(StrictConfig):

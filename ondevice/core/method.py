@@ -3,7 +3,6 @@
 `training`, `planning`, `api`, `cli`, `server` and the exporters know a method through its spec only. A method is a
 folder of `ondevice/methods` whose package has a `METHOD`, or an entry point of the group `ondevice.methods` in any
 other package; `ondevice.core.registry` finds both. What only some methods can do is in `ondevice.core.capabilities`.
-Settings that several methods have are at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ondevice.core.capabilities import (
     AnyDecoder,
@@ -31,7 +30,6 @@ from ondevice.core.capabilities import (
     Refuses,
     TrainingDefaults,
 )
-from ondevice.core.config import FindAnswers, StrictConfig
 from ondevice.core.errors import ConfigError, MissingPackageError, ModelError, Need
 
 if TYPE_CHECKING:
@@ -323,57 +321,3 @@ def has_triton(device: str) -> bool:
     """Return True if Triton is installed, as with PyTorch's build for CUDA, and `device` is a
     GPU."""
     return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
-
-
-LossOver = Literal["auto", "answers", "vocabulary"]
-"""The tokens that a loss is over: see `AnswerLossConfig`."""
-
-
-class AnswerLossConfig(StrictConfig):
-    """The tokens that a method's loss is over, for methods that can leave most of the vocabulary out."""
-
-    loss: LossOver = "vocabulary"
-    """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
-    share them, of one token each, such as sst2's. `auto`: over the answers if there are such."""
-
-    answers: tuple[int, ...] = ()
-    """The answers' tokens; filled in from the rows, or from the task at an export."""
-
-    def with_answers(self, find: FindAnswers) -> Self:
-        """Return the settings with the answers that the loss is over; as they are where it is over the vocabulary.
-
-        Args:
-            find: `label_tokens_of_rows` or `label_tokens_of_task`, called if the settings ask for answers.
-
-        Raises:
-            ConfigError: `loss` is `answers` and the rows have none that fit.
-        """
-        if self.loss == "vocabulary":
-            return self
-        answers, reason = find()
-        if self.loss == "answers" and not answers:
-            raise ConfigError(
-                f"a loss over the answers does not go with this data: {reason}",
-                expected="a task whose rows share their answers, of one token each, such as sst2, rte or boolq",
-                received="method.loss answers",
-                hint="leave method.loss out, or set it to vocabulary",
-            )
-        if answers:
-            return self.model_copy(update={"answers": answers})
-        return self
-
-
-BaseWeights = Literal["q4_0"]
-BASE_WEIGHTS = get_args(BaseWeights)
-"""How the frozen weights of an adapter may be rounded."""
-
-
-class FrozenBaseConfig(StrictConfig):
-    """The frozen weights of a method that trains an adapter."""
-
-    base: BaseWeights | None = None
-    """`q4_0`: rounded as `ondevice convert --to gguf-pair` writes them, and float32 in memory (torch)."""
-
-
-TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer of a block that LoRA can adapt, by the last part of its name (PEFT's `target_modules`)."""

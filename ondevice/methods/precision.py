@@ -8,7 +8,7 @@ from ondevice.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ondevice.core.capabilities import Asked
-    from ondevice.core.method import FrozenBaseConfig
+    from ondevice.core.config import FrozenBaseConfig
     from ondevice.models import LoadedModel
 
 

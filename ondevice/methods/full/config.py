@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ondevice.core.config import AnswerLossConfig
 from ondevice.core.flags import LEARNING_RATE, MAX_GRAD_NORM, MICRO_BATCH_SIZE, WEIGHT_DECAY
-from ondevice.core.method import AnswerLossConfig
 
 
 class FullConfig(AnswerLossConfig):

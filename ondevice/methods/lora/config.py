@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ondevice.core.config import AnswerLossConfig, FrozenBaseConfig
 from ondevice.core.flags import (
     ALPHA,
     LEARNING_RATE,
@@ -15,7 +16,6 @@ from ondevice.core.flags import (
     TARGET_MODULES,
     WEIGHT_DECAY,
 )
-from ondevice.core.method import AnswerLossConfig, FrozenBaseConfig
 
 
 class LoraConfig(AnswerLossConfig, FrozenBaseConfig):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from ondevice.core.config import AnswerLossConfig, FrozenBaseConfig, TargetModule
 from ondevice.core.flags import (
     ALPHA,
     LEARNING_RATE,
@@ -20,7 +21,6 @@ from ondevice.core.flags import (
     TARGET_MODULES,
     WEIGHT_DECAY,
 )
-from ondevice.core.method import AnswerLossConfig, FrozenBaseConfig, TargetModule
 
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ondevice.core.config import AnswerLossConfig, LossOver
 from ondevice.core.errors import ConfigError
 from ondevice.core.flags import LEARNING_RATE, PERTURBATION_SCALE, QUERIES
-from ondevice.core.method import AnswerLossConfig, LossOver
 
 
 class MezoConfig(AnswerLossConfig):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ondevice.core.config import AnswerLossConfig, LossOver
 from ondevice.core.errors import ConfigError
 from ondevice.core.flags import (
     ALPHA,
@@ -18,7 +19,6 @@ from ondevice.core.flags import (
     TARGET_MODULES,
     Flag,
 )
-from ondevice.core.method import AnswerLossConfig, LossOver
 
 PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
 """The settings that `paper` stands for."""
