@@ -44,7 +44,7 @@ PYTHON = {
     "sse-starlette": "3.7.0",
     "prometheus-client": "0.26.0",
 }
-TORCH = "2.13.0"
+TORCH = "2.15.0"
 BITSANDBYTES = "0.50.2"
 
 JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use
