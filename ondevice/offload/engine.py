@@ -47,7 +47,6 @@ from ondevice.offload.worker import FIRST, Task, Watch, Worker
 if TYPE_CHECKING:
     from ondevice.nn.cross_entropy import WeighedRows
     from ondevice.offload.config import EngineConfig
-    from ondevice.offload.device import Spans
     from ondevice.offload.units import Arrays
 
 

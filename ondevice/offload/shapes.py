@@ -8,6 +8,7 @@ its memory.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +68,13 @@ def padded(
         return ids, labels
     more = ((0, 0), (0, wanted - length))
     return np.pad(ids, more), np.pad(labels, more, constant_values=IGNORE)
+
+
+def empty_cache() -> None:
+    """Give back the GPU's memory that garbage holds and that the allocator keeps: graphs take memory of
+    their own, and small tensors of a run that failed lie in large blocks, which nobody else then gets."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class ShapeGraphs(Generic[Passes]):

@@ -9,7 +9,6 @@ that have a fixed place.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.offload.graphs import CudaRecord, Record, recorder
 from ondevice.offload.rehearsal import rehearse
-from ondevice.offload.shapes import TOKENS, ShapeGraphs, most_tokens
+from ondevice.offload.shapes import TOKENS, ShapeGraphs, empty_cache, most_tokens
 
 if TYPE_CHECKING:
     from ondevice.models import Family, LoadedModel
@@ -129,9 +128,7 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
                     raise
             self.release()
             self.end("no memory for CUDA graphs and what runs next to them")
-        # Small tensors of the run that failed would lie in large blocks, which nobody else then gets.
-        gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache()
         return run()
 
     def tell(self, reason: str) -> None:
@@ -145,9 +142,8 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
         like = rehearse(lambda: self.family.hidden(ids_BT))
         carrier_BTD = self.carrier(ids_BT.numel(), like).view(like.shape)
         del like
-        if ids_BT.is_cuda:  # the graphs' memory is another than that of other steps
-            gc.collect()
-            torch.cuda.empty_cache()
+        if ids_BT.is_cuda:
+            empty_cache()
         left: list[Tensor] = []
 
         def forward() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.graphs import CudaRecord, Record, recorder
-from ondevice.offload.shapes import TOKENS, ShapeGraphs, most_tokens
+from ondevice.offload.shapes import TOKENS, ShapeGraphs, empty_cache, most_tokens
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -81,7 +81,7 @@ class StepGraphs(ShapeGraphs[GraphedPasses]):
 
     def _make(self, record: Record, model: Model, ids_BT: Tensor) -> GraphedPasses:
         if ids_BT.is_cuda:
-            torch.cuda.empty_cache()  # the graphs' memory is another than that of other steps
+            empty_cache()
         rows, length = ids_BT.shape
         ids_BT = ids_BT.clone()
         like = torch.empty(
