@@ -36,7 +36,8 @@ def dither(weight: Tensor, random: torch.Generator) -> Tensor:
     """Move each weight uniformly inside its cell of a grid of 16 levels for each 32 inputs."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     cell = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / LEVELS
-    moved = groups + (torch.rand(groups.shape, generator=random) - 0.5) * cell
+    drawn = torch.rand(groups.shape, generator=random).to(weight.device)
+    moved = groups + (drawn - 0.5) * cell
     return moved.flatten(1).to(weight.dtype)
 
 
@@ -60,6 +61,7 @@ def batches(ids: Tensor, rows: int, tokens: int, seed: int) -> Iterator[Tensor]:
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
     """Return the mean loss of every next token."""
+    ids = ids.to(model.device)
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
@@ -100,8 +102,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-4)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    loaded = load_model(MODEL, dtype="float32", device="cpu")
+    loaded = load_model(MODEL, dtype="float32", device=args.device)
     model: Any = loaded.model
     tokenizer: Any = loaded.tokenizer
     train, valid = (

