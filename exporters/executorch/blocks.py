@@ -26,7 +26,7 @@ from ondevice.exporters.executorch.blocks_head import Head
 from ondevice.exporters.executorch.blocks_model import BlocksModel
 from ondevice.exporters.executorch.experts import Experts
 from ondevice.exporters.executorch.pictures import HostTower
-from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
+from ondevice.exporters.executorch.session import ExecutorchSession, execute, load_runtime
 from ondevice.generation.sample import answers_of
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class BlocksSession(ExecutorchSession):
         nll, gradient = self.head.step(x, labels)
         loss, weights = weigh(nll)
         g = gradient(weights * (self.loss_scale or 1.0))
-        if not (np.isfinite(loss) and bool(g.isfinite().all())):
+        # By numpy: torch would wake threads of its own, which wait next to the runtime's.
+        if not (np.isfinite(loss) and np.isfinite(g.numpy()).all()):
             raise TrainingError(
                 f"step {step}: the loss is not finite; nothing was updated",
                 received=loss,
@@ -195,10 +196,10 @@ class BlocksSession(ExecutorchSession):
             outputs = self._call_block(f"block_backward_{size}{self.kind(layer)}", given, layer)
             g = outputs["gradient"]
             for tensor in self.spec.state:
-                new = outputs[f"state {tensor.name}"]
-                if tensor.role == "adapter" and not bool(new.isfinite().all()):
+                new = outputs[f"state {tensor.name}"].numpy()
+                if tensor.role == "adapter" and not np.isfinite(new).all():
                     return layer
-                self._range(tensor.name, layer)[:] = new.numpy()
+                self._range(tensor.name, layer)[:] = new
         return None
 
     def _expert_gradients(
@@ -347,7 +348,7 @@ class BlocksSession(ExecutorchSession):
             name = FUSED + name
         method = self.spec.methods[name]
         inputs = self.bound_inputs(name, given, layer, first, expert)
-        outputs = self._method(name, layer).execute(inputs)
+        outputs = execute(self._method(name, layer), inputs)
         found = dict(zip(map(_key, method.outputs), outputs, strict=True))
         for port in method.outputs:
             if port.role in SHARED:

@@ -154,9 +154,9 @@ class Head:
         outputs = self.call(f"{FUSED}head_{labels.shape[0]}x{labels.shape[1]}", given, 0)
 
         def gradient(weights: np.ndarray) -> Tensor:
-            factors = _tensor(weights.astype(np.float32))
-            by_row = outputs["gradient"].view(*labels.shape, x.shape[1])
-            return (by_row * factors[:, None, None]).view(x.shape)
+            by_row = outputs["gradient"].numpy().reshape(*labels.shape, x.shape[1])
+            scaled = by_row * weights.astype(np.float32)[:, None, None]
+            return _tensor(scaled.reshape(x.shape))
 
         return outputs["losses"].numpy().reshape(labels.shape).sum(1), gradient
 

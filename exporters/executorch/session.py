@@ -32,6 +32,8 @@ from ondevice.runtime_ops.build import load_executorch_ops
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
     from ondevice.core.manifest import AdapterEntry, StateTensor
     from ondevice.core.session import Preparing
 
@@ -65,6 +67,18 @@ def load_runtime() -> Any:
             "the ExecuTorch runtime is not installed",
             hint="pip install 'ondevice-train[executorch]'",
         ) from None
+
+
+def execute(method: Any, inputs: list[Any]) -> list[Tensor]:
+    """Run a loaded method; the outputs are the caller's.
+
+    numpy copies them. `Method.execute` lets torch do it, whose threads would wake at each call: if
+    torch was loaded before this package they then spin for milliseconds.
+    """
+    import torch
+
+    outputs = method._method(inputs, clone_outputs=False)
+    return [torch.from_numpy(value.numpy().copy()) for value in outputs]
 
 
 @contextmanager

@@ -49,18 +49,19 @@ ondevice::Grouped some_grouped(int64_t rows, int64_t depth) {
   x.groups = (depth + ondevice::kQ4Group - 1) / ondevice::kQ4Group;
   x.stride = x.groups * ondevice::kQ4Group;
   x.levels.assign(static_cast<size_t>(rows * x.stride), 0);
-  x.totals.assign(static_cast<size_t>(rows * x.groups), 0);
+  x.lifts.assign(static_cast<size_t>(rows * x.groups), 0);
   x.scales.assign(static_cast<size_t>(rows * x.groups), 1.0f);
+  x.sums.assign(static_cast<size_t>(rows * x.groups), 0.0f);
   const auto bytes = some_bytes(1, rows * depth);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t k = 0; k < depth; ++k) {
       const uint8_t byte = bytes[static_cast<size_t>(row * depth + k)];
       const int8_t level = static_cast<int8_t>(byte == 128 ? -127 : byte);
       x.levels[static_cast<size_t>(row * x.stride + k)] = level;
-      x.totals[static_cast<size_t>(row * x.groups + k / ondevice::kQ4Group)] += level;
+      x.sums[static_cast<size_t>(row * x.groups + k / ondevice::kQ4Group)] += static_cast<float>(level);
+      x.lifts[static_cast<size_t>(row * x.groups + k / ondevice::kQ4Group)] -= ondevice::kLift * level;
     }
   }
-  for (const int32_t total : x.totals) x.sums.push_back(static_cast<float>(total));
   return x;
 }
 
@@ -80,7 +81,7 @@ void check_q8_form(const ondevice::IntegerForm& form) {
   const auto x = some_grouped(rows, depth);
   std::vector<int8_t> panel(static_cast<size_t>(x.stride * ondevice::kColumns));
   std::vector<float> sums(static_cast<size_t>(rows * ondevice::kColumns));
-  ondevice::pack_integers(w, false, 0, ondevice::kColumns, 0, depth, panel.data());
+  ondevice::pack_integers(w, false, 0, ondevice::kColumns, 0, depth, form.lifts, panel.data());
   form.q8_tile(ondevice::GroupedRows(x, 0, 0), rows, panel.data(), x.groups, sums.data());
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = 0; j < ondevice::kColumns; ++j) {

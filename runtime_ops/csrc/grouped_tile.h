@@ -1,7 +1,7 @@
 // A form of the tiles `q8_tile` and `q4_tile`: included once for each kind of processor, behind `Sums` (a vector of
-// kSumLanes int32) and the structs `EightBits` and `FourBits`. Each has `Weights` (4 k of kSumLanes columns), `Four` (4 k
+// kSumLanes int32) and the structs `LiftedBits` (8 bits) and `FourBits`. Each has `Weights` (4 k of kSumLanes columns), `Four` (4 k
 // of a row in every lane), `Part` (what 32 products of a column are added up in), `weights`, `four`, `dot`, `whole`,
-// kAbove (what `weights` adds to each level), and kTall rows by kWide vectors that stay in registers.
+// kLifts (whether kLift is added to each level), and kTall rows by kWide vectors that stay in registers.
 typedef float Floats __attribute__((vector_size(sizeof(Sums))));
 
 template <typename Form, int Tall>
@@ -20,7 +20,7 @@ static inline void some_rows(const GroupedRows& x, int64_t row, const int8_t* pa
 #pragma GCC unroll 8
       for (int i = 0; i < Tall; ++i) {
         typename Form::Part start{};
-        if constexpr (Form::kAbove != 0) start -= Form::kAbove * x.totals[(row + i) * x.groups + group];
+        if constexpr (Form::kLifts) start += x.lifts[(row + i) * x.groups + group];
 #pragma GCC unroll 8
         for (int j = 0; j < kWide; ++j) parts[i][j] = start;
       }
@@ -73,8 +73,10 @@ static inline void all_rows(const GroupedRows& x, int64_t rows, const int8_t* pa
   rows_left<Form, Form::kTall - 1>(rows - row, x, row, panel, scales, groups, sums + row * kColumns);
 }
 
+static constexpr bool kLifts = LiftedBits::kLifts;
+
 static void q8_tile(const GroupedRows& x, int64_t rows, const int8_t* panel, int64_t groups, float* sums) {
-  all_rows<EightBits>(x, rows, panel, nullptr, groups, sums);
+  all_rows<LiftedBits>(x, rows, panel, nullptr, groups, sums);
 }
 
 static void q4_tile(const GroupedRows& x, int64_t rows, const int8_t* panel, const float* scales, int64_t groups,

@@ -32,13 +32,13 @@ ONDEVICE_TARGET("avx512f,avx512bw,avx512vl,avx512vnni")
 namespace avx512vnni {
 typedef int32_t Sums __attribute__((vector_size(64)));
 constexpr int kSumLanes = 16;
-// The unsigned bytes are the weights': those of 8 bits lack a sign when 128 is added.
+// The unsigned bytes are the weights': those of 8 bits lack a sign when kLift is added. Panels lie with it added.
 struct FourBits {
   typedef Sums Weights;
   typedef Sums Four;
   typedef Sums Part;
   static constexpr int kTall = 6, kWide = 2;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) { return (Sums)_mm512_loadu_si512(p); }
   static inline Four four(const int8_t* p) {
     int32_t all;
@@ -50,8 +50,10 @@ struct FourBits {
   }
   static inline Sums whole(Part part) { return part; }
 };
-struct EightBits : FourBits {
-  static constexpr int32_t kAbove = 128;
+struct LiftedBits : FourBits {
+  static constexpr bool kLifts = true;
+};
+struct EightBits : LiftedBits {
   static inline Weights weights(const int8_t* p) { return FourBits::weights(p) ^ (int32_t)0x80808080; }
 };
 #include "grouped_tile.h"
@@ -95,7 +97,7 @@ struct FourBits {
   typedef Sums Four;
   typedef Sums Part;
   static constexpr int kTall = 3, kWide = 2;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) { return (Sums)_mm256_loadu_si256((const __m256i*)p); }
   static inline Four four(const int8_t* p) {
     int32_t all;
@@ -107,8 +109,10 @@ struct FourBits {
   }
   static inline Sums whole(Part part) { return part; }
 };
-struct EightBits : FourBits {
-  static constexpr int32_t kAbove = 128;
+struct LiftedBits : FourBits {
+  static constexpr bool kLifts = true;
+};
+struct EightBits : LiftedBits {
   static inline Weights weights(const int8_t* p) { return FourBits::weights(p) ^ (int32_t)0x80808080; }
 };
 #include "grouped_tile.h"
@@ -135,7 +139,7 @@ struct FourBits {
   typedef __m256i Four;
   typedef int16_t Part __attribute__((vector_size(32)));
   static constexpr int kTall = 3, kWide = 2;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static inline Four four(const int8_t* p) {
     int32_t all;
@@ -153,7 +157,7 @@ struct EightBits {
   typedef __m256i Four;
   typedef Sums Part;
   static constexpr int kTall = 4, kWide = 2;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) {
     const __m256i levels = FourBits::weights(p);
     return {levels, _mm256_abs_epi8(levels)};
@@ -165,6 +169,7 @@ struct EightBits {
   }
   static inline Sums whole(Part part) { return part; }
 };
+typedef EightBits LiftedBits;
 #include "grouped_tile.h"
 #include "q4_of_256_bits.h"
 #include "q4_rows.h"
@@ -184,7 +189,7 @@ struct SignedBytes {
   typedef int8x16_t Four;
   typedef int32x4_t Part;
   static constexpr int kTall = 3, kWide = 4;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) { return vld1q_s8(p); }
   static inline Four four(const int8_t* p) {
     int32_t all;
@@ -215,7 +220,7 @@ using namespace neon_loads;
 struct FourBits : SignedBytes {
   static inline Part dot(Part acc, Four a, Weights w) { return vdotq_s32(acc, a, w); }
 };
-typedef FourBits EightBits;
+typedef FourBits EightBits, LiftedBits;
 #include "grouped_tile.h"
 #include "q4_rows.h"
 #include "q8_rows.h"
@@ -257,7 +262,7 @@ struct FourBits : SignedBytes {
     return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
   }
 };
-typedef FourBits EightBits;
+typedef FourBits EightBits, LiftedBits;
 #include "grouped_tile.h"
 #include "q4_rows.h"
 #include "q8_rows.h"
@@ -277,7 +282,7 @@ struct FourBits {
   typedef const int8_t* Four;
   typedef Sums Part;
   static constexpr int kTall = 2, kWide = 4;
-  static constexpr int32_t kAbove = 0;
+  static constexpr bool kLifts = false;
   static inline Weights weights(const int8_t* p) { return p; }
   static inline Four four(const int8_t* p) { return p; }
   static inline Part dot(Part acc, Four a, Weights w) {
@@ -292,7 +297,7 @@ struct FourBits {
   }
   static inline Sums whole(Part part) { return part; }
 };
-typedef FourBits EightBits;
+typedef FourBits EightBits, LiftedBits;
 #include "grouped_tile.h"
 static inline const int8_t* signed_at(const int8_t* p) { return p; }
 static inline void nibbles(const uint8_t* p, Half& high, Half& low) {
@@ -326,7 +331,7 @@ static bool available() { return true; }
 }  // namespace plain
 
 #define ONDEVICE_FORM(name, form) \
-  {name, form::available, form::q8_tile, form::q4_tile, form::q4_rows, form::q8_rows}
+  {name, form::available, form::q8_tile, form::q4_tile, form::q4_rows, form::q8_rows, form::kLifts}
 
 const IntegerForm kForms[] = {
 #if defined(__x86_64__)
@@ -408,6 +413,11 @@ void interleave_four(const int8_t* const rows[4], int8_t* out) {
   }
 }
 
+// 4 `quads` times kColumns levels with kLift more in each, behind their packing, while they are near.
+void lift(int8_t* levels, int64_t quads) {
+  for (int64_t i = 0; i < 4 * quads * kColumns; ++i) levels[i] ^= static_cast<int8_t>(kLift);
+}
+
 }  // namespace
 
 void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, int64_t depth, int8_t* panel,
@@ -439,7 +449,7 @@ void pack_q4(const Matrix& w, int64_t column, int64_t columns, int64_t first, in
 }
 
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
-                   int8_t* panel) {
+                   bool lifted, int8_t* panel) {
   const int64_t quads = (depth + kQ4Group - 1) / kQ4Group * (kQ4Group / 4);
   const int8_t* levels = static_cast<const int8_t*>(w.data);
   const bool four_bits = w.kind == Matrix::kQ4;
@@ -462,12 +472,14 @@ void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t col
           for (int64_t k = 0; k < some; ++k) std::memcpy(to + 4 * (k * kColumns + i), row + i * w.inputs + 4 * k, 4);
         }
       }
+      if (lifted) lift(panel + 4 * low * kColumns, some);
     }
     for (int64_t k = depth / 4 * 4; k < depth; ++k) {
       for (int64_t j = 0; j < columns; ++j) {
         panel[4 * (k / 4 * kColumns + j) + k % 4] = levels[(column + j) * w.inputs + first + k];
       }
     }
+    if (lifted && depth % 4) lift(panel + 4 * (depth / 4) * kColumns, 1);
     return;
   }
   int8_t copies[4][kColumns];
@@ -492,6 +504,7 @@ void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t col
                                      rows[3] + 16 * half};
       interleave_four(some, panel + 4 * (quad * kColumns + 16 * half));
     }
+    if (lifted) lift(panel + 4 * quad * kColumns, 1);
   }
 }
 

@@ -16,15 +16,30 @@ namespace ondevice {
 constexpr int64_t kIntegerDepth = 2048;                          // of a panel at most
 constexpr int64_t kIntegerPanel = kIntegerDepth * kColumns;      // bytes
 constexpr int64_t kIntegerRows = 12;                             // of a tile at most
+constexpr int32_t kLift = 128;                                   // makes a signed byte an unsigned one
 
-typedef int8_t SignedVec __attribute__((vector_size(kLanes)));
+// A group's levels as bytes; GCC makes a dozen instructions of its own conversion.
+ONDEVICE_INLINE void store_bytes(const IntVec (&ints)[kQ4Group / kLanes], int8_t* out) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i low = _mm256_packs_epi32((__m256i)ints[0], (__m256i)ints[1]);
+  const __m256i high = _mm256_packs_epi32((__m256i)ints[2], (__m256i)ints[3]);
+  const __m256i quads = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing interleaves the two halves
+  _mm256_storeu_si256((__m256i*)out, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), quads));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  for (int i = 0; i < kQ4Group / kLanes; ++i) {
+    const Bytes bytes = __builtin_convertvector(ints[i], Bytes);
+    std::memcpy(out + i * kLanes, &bytes, sizeof bytes);
+  }
+#endif
+}
 
 // Rows in groups of 32 that each have a scale: activations have outliers, and what shares a scale with one is lost.
 struct Grouped {
   std::vector<int8_t> levels;   // [rows, stride], in -127..127, zeros behind a row's end
   std::vector<float> scales;    // [rows, groups]
-  std::vector<int32_t> totals;  // [rows, groups]: of a group's levels
-  std::vector<float> sums;      // the same, scaled
+  std::vector<int32_t> lifts;   // [rows, groups]: what `kLift` more in each weight adds to a group's products, negated
+  std::vector<float> sums;      // [rows, groups]: of a group's levels, scaled
   int64_t groups = 0, stride = 0;
 };
 
@@ -32,19 +47,19 @@ struct Grouped {
 struct GroupedRows {
   const int8_t* levels;
   const float* scales;
-  const int32_t* totals;
+  const int32_t* lifts;
   int64_t groups, stride;
 
   GroupedRows(const Grouped& x, int64_t row, int64_t group)
       : levels(x.levels.data() + row * x.stride + group * kQ4Group),
         scales(x.scales.data() + row * x.groups + group),
-        totals(x.totals.data() + row * x.groups + group),
+        lifts(x.lifts.data() + row * x.groups + group),
         groups(x.groups),
         stride(x.stride) {}
 };
 
 // sums[i][j] = sum over groups g of scale[i][g] times the sum over the group's 32 k of level[i][k] w[k / 4][j][k % 4], for
-// 32 columns.
+// 32 columns. The panel is one that `pack_integers` lifted if the form has `lifts`.
 using Q8Tile = void (*)(const GroupedRows& x, int64_t rows, const int8_t* panel, int64_t groups, float* sums);
 
 // The same with scales[g][j] as another factor, and w in 0..15.
@@ -66,6 +81,7 @@ struct IntegerForm {
   Q4Tile q4_tile;
   Q4Rows q4_rows;
   Q8Rows q8_rows;
+  bool lifts;
 };
 
 // All forms that were compiled, the fastest first; the last is always available.
@@ -82,7 +98,7 @@ void round_groups(const float* x, int64_t rows, int64_t length, const float* fac
   out.stride = groups * kQ4Group;
   out.levels.resize(static_cast<size_t>(rows * out.stride));
   out.scales.resize(static_cast<size_t>(rows * groups));
-  out.totals.resize(static_cast<size_t>(rows * groups));
+  out.lifts.resize(static_cast<size_t>(rows * groups));
   out.sums.resize(static_cast<size_t>(rows * groups));
   parallel(rows, [&](int64_t begin, int64_t end) {
     alignas(64) float some[kQ4Group];
@@ -103,32 +119,27 @@ void round_groups(const float* x, int64_t rows, int64_t length, const float* fac
         most = size > most ? size : most;
         none += v * 0.0f;
       }
-      float largest = 0.0f, not_finite = 0.0f;
-      for (int i = 0; i < kLanes; ++i) {
-        largest = most[i] > largest ? most[i] : largest;
-        not_finite += none[i];
-      }
+      const float largest = folded<float>(most, [](auto a, auto b) { return a > b ? a : b; });
+      const float not_finite = folded<float>(none, [](auto a, auto b) { return a + b; });
       int8_t* levels = out.levels.data() + at * kQ4Group;
       const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
       if (!(not_finite == 0.0f)) {  // the products are not finite either, and whoever looks sees it
         std::memset(levels, 0, kQ4Group);
-        out.totals[static_cast<size_t>(at)] = 0;
+        out.lifts[static_cast<size_t>(at)] = 0;
         out.scales[static_cast<size_t>(at)] = out.sums[static_cast<size_t>(at)] = not_finite;
         continue;
       }
-      IntVec total = IntVec{};
+      IntVec total = IntVec{}, ints[kQ4Group / kLanes];
       for (int64_t k = 0; k < kQ4Group; k += kLanes) {  // truncation of what is positive rounds
         Vec level = load(values + k) * inverse + 128.5f;
         level = level > splat(255.5f) ? splat(255.5f) : level;
-        const IntVec ints = __builtin_convertvector(level, IntVec) - 128;
-        total += ints;
-        const SignedVec bytes = __builtin_convertvector(ints, SignedVec);
-        std::memcpy(levels + k, &bytes, sizeof bytes);
+        ints[k / kLanes] = __builtin_convertvector(level, IntVec) - 128;
+        total += ints[k / kLanes];
       }
-      int32_t sum = 0;
-      for (int i = 0; i < kLanes; ++i) sum += total[i];
+      store_bytes(ints, levels);
+      const int32_t sum = folded<int32_t>(total, [](auto a, auto b) { return a + b; });
       out.scales[static_cast<size_t>(at)] = scale;
-      out.totals[static_cast<size_t>(at)] = sum;
+      out.lifts[static_cast<size_t>(at)] = -kLift * sum;
       out.sums[static_cast<size_t>(at)] = scale * static_cast<float>(sum);
     }
   });
@@ -198,9 +209,9 @@ void q4_row_scales(const Matrix& w, std::vector<float>& scales, const Parallel& 
 }
 
 // Panel [depth / 4][32][4] of W^T's or W's columns; of a W of 4 bits, which has `scales` of its rows in 8 bits, only
-// W's.
+// W's. `lifted`: with kLift more in each level.
 void pack_integers(const Matrix& w, bool transposed, int64_t column, int64_t columns, int64_t first, int64_t depth,
-                   int8_t* panel);
+                   bool lifted, int8_t* panel);
 
 // y[:, column ..] = what `begin` leaves there + rounded W^T or, with `transposed`, rounded W; `panel` holds
 // kIntegerPanel bytes. begin(row, count) and end(row, count) are called before and behind the sums of so many rows of
@@ -214,7 +225,7 @@ void multiply_integers(const Grouped& x, int64_t rows, const Matrix& w, bool tra
   for (int64_t j = 0; j < kColumns; ++j) factors[j] = transposed || j >= columns ? 1.0f : w.scales[column + j];
   for (int64_t first = 0; first < length; first += kIntegerDepth) {
     const int64_t depth = length - first < kIntegerDepth ? length - first : kIntegerDepth;
-    pack_integers(w, transposed, column, columns, first, depth, panel);
+    pack_integers(w, transposed, column, columns, first, depth, form.lifts, panel);
     for (int64_t row = 0; row < rows; row += kIntegerRows) {
       const int64_t count = rows - row < kIntegerRows ? rows - row : kIntegerRows;
       const bool add = first > 0 || begin(row, count);

@@ -55,6 +55,8 @@ static void q4_tile(const GroupedRows& x, int64_t rows, const int8_t* panel, con
   for (; row < rows; row += 2) some_pairs<1>(x, row, rows, panel, scales, groups, sums);
 }
 
+static constexpr bool kLifts = false;
+
 static void q8_tile(const GroupedRows& x, int64_t rows, const int8_t* panel, int64_t groups, float* sums) {
   q4_tile(x, rows, panel, nullptr, groups, sums);
 }

@@ -16,7 +16,7 @@ static void q8_rows(const int8_t* levels, int64_t stride, int64_t rows, const in
 #pragma GCC unroll 2
       for (int64_t i = k; i < k + kLength; i += kStep) {
         part = EightBits::dot(part, signed_at(q + i), EightBits::weights(from + i));
-        if (EightBits::kAbove) part -= EightBits::dot(EightBits::Part{}, signed_at(q + i), EightBits::weights(none));
+        if (EightBits::kLifts) part -= EightBits::dot(EightBits::Part{}, signed_at(q + i), EightBits::weights(none));
       }
       acc += __builtin_convertvector(EightBits::whole(part), Floats) * of_whole_groups(factors + k / kQ4Group);
     }

@@ -32,6 +32,18 @@ ONDEVICE_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 ONDEVICE_INLINE Vec splat(float x) { return x - Vec{}; }
 
+// f over all lanes, of which pairs may come in any order.
+template <typename Value, typename Vector, typename F>
+ONDEVICE_INLINE Value folded(Vector v, const F& f) {
+  typedef Value Four __attribute__((vector_size(16)));
+  Four parts[sizeof(Vector) / sizeof(Four)];
+  std::memcpy(parts, &v, sizeof v);
+  Four all = parts[0];
+  for (size_t i = 1; i < sizeof(Vector) / sizeof(Four); ++i) all = f(all, parts[i]);
+  all = f(all, __builtin_shufflevector(all, all, 2, 3, 0, 1));
+  return f(all, __builtin_shufflevector(all, all, 1, 0, 3, 2))[0];
+}
+
 // e^x for x <= 0 and not far above it (relative error near 1e-7); a NaN stays a NaN, results below e^-87
 // become that.
 ONDEVICE_INLINE Vec exp_nonpositive(Vec x) {
