@@ -57,6 +57,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"family": "qwen2_moe", **SMALL, "moe_intermediate_size": 32},
     "qwen3_moe": {"family": "qwen3_moe", **SMALL, "layers": 2},
+    "wide qwen3_moe": {
+        "family": "qwen3_moe",
+        **SMALL,
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+    },
     "qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 3},
     "two layers of qwen3_5_text": {"family": "qwen3_5_text", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
@@ -300,6 +306,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             ("granitemoe", "granitemoe"),
             ("lfm2_moe", "three layers of lfm2_moe"),
             ("qwen2_moe", "qwen2_moe"),
+            ("qwen3_moe", "wide qwen3_moe"),
         )
     },
     "blocks of qwen3_5_text": (
@@ -418,6 +425,7 @@ NIGHTLY = {
     "blocks of lfm2_moe, 8da8w",
     "blocks of qwen2_moe",
     "blocks of qwen2_moe, q4",
+    "blocks of qwen3_moe, 8da8w",
     "blocks of qwen3_5_text",
     "blocks of qwen3_5_text, int8",
     "blocks of qwen3_5_text, q4, answers",

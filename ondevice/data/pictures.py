@@ -136,7 +136,12 @@ class Pictures:
             raise BadRow(where, f"is not a picture that can be read: {error}") from None
         number = int.from_bytes(hashlib.sha256(data).digest()[:5], "big")
         if number not in self._known:
-            own = self._process(image)["input_ids"]
+            try:
+                own = self._process(image)["input_ids"]
+            except Exception as error:  # whatever a processor raises about a shape
+                first = (str(error).splitlines() or [""])[0]
+                reason = f"{image.width} x {image.height}: {type(error).__name__}: {first}"
+                raise BadRow(where, f"the model's processor cannot read it, {reason}") from None
             ids: list[int] = []
             count = 0
             for token in own.reshape(-1).tolist():

@@ -11,6 +11,8 @@ from ondevice.core.untrusted import read_object
 from ondevice.models.families.configuration import quiet_transformers
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
+_LACKS = "Missing optional dependencies"
+"""Words of a ValueError that transformers raises where no class for images can be imported."""
 
 
 def has_processor(folder: Path) -> bool:
@@ -54,13 +56,13 @@ def load_processor(folder: Path, model_type: str, tokenizer: Any) -> Any:
             images = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
             parts |= {"image_processor": images, "tokenizer": tokenizer}
             return kind(**{**fields, **parts})
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{folder}: transformers needs another package to read images ({name})",
-            received=str(error).strip().splitlines()[0],
-            hint="install it; rows without images train without",
-        ) from None
     except Exception as error:  # whatever transformers raises about files it cannot read
+        if isinstance(error, ImportError) or _LACKS in str(error):
+            raise MissingPackageError(
+                f"{folder}: transformers needs another package to read images ({name})",
+                received=str(error).strip().splitlines()[0],
+                hint="install it; rows without images train without",
+            ) from None
         raise ModelError(
             f"{folder}: the processor of images cannot be read",
             received=f"{type(error).__name__}: {error}",
@@ -77,5 +79,6 @@ def _of_images(kind: Any) -> Any:
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
+    OfImages.__name__ = kind.__name__  # which errors say
     OfImages.__init__.__signature__ = inspect.signature(kind.__init__)  # type: ignore[attr-defined]
     return OfImages

@@ -7,7 +7,6 @@ and its names are those of a text model.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from ondevice.models.families.configuration import (
     quiet_transformers,
     text_fields,
     tower_types,
+    trait_sentence,
 )
 from ondevice.models.load import load_model, read_dims, wrap
 from ondevice.models.registry import family_classes, family_for
@@ -57,8 +57,11 @@ def _of_tower(
     fields = _fields(values)
     known = family_classes().get(str(fields["model_type"]))
     if known is not None:
-        with suppress(UnknownTrait):
+        try:
             return dims_of(known, fields, where), known
+        except UnknownTrait as reason:
+            if isinstance(whole, AnyDims):
+                whole = replace(whole, trait=trait_sentence(reason))
     return whole, family_for(whole.family, where)
 
 

@@ -13,6 +13,7 @@ from ondevice.core.errors import ConfigError
 from ondevice.core.registry import spec_of, target
 from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.models import read_dims
+from ondevice.models.text_model import text_dims
 from ondevice.objectives import OBJECTIVES, objective
 from ondevice.planning.devices import Device, find_device
 from ondevice.planning.request import Request, StepTime, step_time
@@ -246,7 +247,10 @@ def plan(
             raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
     if isinstance(model_source, str | Path):
         name = str(model_source)
-        dims = read_dims(str(model_source), revision)
+        if export is not None or runtime == "executorch":  # programs have the language model only
+            dims, _ = text_dims(str(model_source), revision)
+        else:
+            dims = read_dims(str(model_source), revision)
     elif not hasattr(model_source, "family"):
         raise ConfigError(
             "a model of the wrong type",

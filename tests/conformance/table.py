@@ -231,6 +231,7 @@ PROGRAMS = (
     # So does this one, and a token between two experts may take the other.
     INTEGERS(program="blocks of lfm2_moe, 8da8w", adapter_error=1e-2),
     INTEGERS(program="blocks of qwen2_moe, 8da8w", adapter_error=1e-3),
+    INTEGERS(program="blocks of qwen3_moe, 8da8w", adapter_error=1e-3),
     INTEGERS(program="blocks, 8da8w", adapter_error=1e-3),
     BLOCKS(FOUR_BITS, program="blocks, 8da4w", loss_error=5e-3, adapter_error=1e-3),
     PRGE_NPU(program="npu"),

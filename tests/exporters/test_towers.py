@@ -15,10 +15,13 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForMultimodalLM
 
 from ondevice.artifact.adapter import load_adapter
+from ondevice.core.config import ExportConfig
+from ondevice.core.registry import method_config
 from ondevice.models import load_model, read_dims
 from ondevice.models.families.configuration import quiet_transformers
 from ondevice.models.text_model import load_text_model
 from ondevice.nn.adapters import apply_adapter
+from ondevice.planning.estimate import plan
 from tests.cli.command import CommandLine, write_rows
 from tests.models.checkpoints import save_checkpoint
 
@@ -78,3 +81,43 @@ def test_a_tower_is_exported_trained_and_merged_into_the_whole_checkpoint(
     assert pictures and all(now[key].tobytes() == then[key].tobytes() for key in pictures)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "vision_config" in config
+
+
+@pytest.mark.parametrize("name", ["SmolVLM2-2.2B-Instruct", "gemma-3-4b-it"])
+def test_the_plan_of_a_program_leaves_out_the_tower_that_it_does_not_have(
+    name: str, tmp_path: Path
+) -> None:
+    """It is the plan of the same language model saved as a model of text."""
+    folder = str(save_checkpoint(tmp_path / "model", name))
+    text = load_text_model(folder).model
+    text.save_pretrained(tmp_path / "text")
+    method = method_config("mesp", {})
+    sizes: dict[str, Any] = {"batch_size": 1, "length_tokens": 32}
+    for options in (
+        {"runtime": "executorch"},
+        {"export": ExportConfig.parse({"target": "jetson"}, "test")},
+    ):
+        whole, own = (
+            plan(one, method, **sizes, **options).to_dict()["parts_bytes"]
+            for one in (folder, tmp_path / "text")
+        )
+        assert whole == own
+    weights = 4 * sum(one.numel() for one in text.parameters())
+    assert whole["weights"] == weights
+    trained = plan(folder, method, **sizes).to_dict()[
+        "parts_bytes"
+    ]  # in PyTorch the whole checkpoint is loaded
+    every = 4 * sum(one.numel() for one in load_model(folder).model.parameters())
+    assert trained["weights"] == every > 2 * weights
+
+
+@pytest.mark.parametrize("target", ["android-cpu", "apple-mlx"])
+def test_a_language_model_beyond_its_family_is_refused_by_its_trait(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_checkpoint(tmp_path / "model", "gemma-4-26B-A4B-it")
+    words = ("-m", folder, "--target", target, "--method", "mesp", "-o", tmp_path / "artifact")
+    done = CommandLine(capsys)("export", *words)
+    assert done.code != 0
+    assert "'enable_moe_block' (True; known: false)" in done.err
+    assert "ondevice train" in done.err

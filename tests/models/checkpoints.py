@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -160,34 +161,56 @@ SMOL_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 SMOL_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
+MISTRAL_TEMPLATE = (
+    "{%- for message in messages -%}{%- if message.role == 'user' -%}[INST]"
+    "{%- if message.content is string -%}{{ message.content }}{%- else -%}"
+    "{%- for part in message.content -%}{%- if part.type == 'image' -%}[IMG]"
+    "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}[/INST]"
+    "{%- elif message.content is string -%}{{ message.content }}{{ eos_token }}"
+    "{%- else -%}{{ message.content[0].text }}{{ eos_token }}{%- endif -%}{%- endfor -%}"
+)
+MISTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+LFM_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+LFM_TOKENS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+PROCESSORS: dict[str, tuple[tuple[str, ...], str, dict[str, Any], str, dict[str, Any]]] = {
+    # SmolVLM's own processor wants a package for videos; Idefics 3's writes the same text.
+    "SmolVLM2-2.2B-Instruct": (
+        SMOL_TOKENS, SMOL_TEMPLATE,
+        {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        "Idefics3ImageProcessorPil",
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}},
+    ),
+    "Qwen3.5-0.8B": (
+        QWEN_TOKENS, QWEN_TEMPLATE, {"processor_class": "Qwen3VLProcessor"},
+        "Qwen2VLImageProcessorPil",
+        {"patch_size": 8, "temporal_patch_size": 1, "merge_size": 2,
+         "size": {"shortest_edge": 256, "longest_edge": 1024}},
+    ),
+    "Mistral-Small-3.2-24B-Instruct": (
+        MISTRAL_TOKENS, MISTRAL_TEMPLATE,
+        {"processor_class": "PixtralProcessor", "patch_size": 8, "spatial_merge_size": 2},
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 32}, "patch_size": {"height": 8, "width": 8}},
+    ),
+    "LFM2.5-VL-1.6B": (
+        LFM_TOKENS, LFM_TEMPLATE, {"processor_class": "Lfm2VlProcessor"},
+        "Lfm2VlImageProcessor",
+        {"downsample_factor": 2, "encoder_patch_size": 8, "tile_size": 32, "min_tiles": 2,
+         "max_tiles": 2, "min_image_tokens": 1, "max_image_tokens": 4, "max_num_patches": 16},
+    ),
+}  # fmt: skip
+"""Tokens, template, and how images are read, by the checkpoint."""
 
 
 def add_processor(folder: Path, name: str) -> Path:
-    """Write the processor of images of a SmolVLM2 or Qwen3.5, and a tokenizer with its tokens.
-
-    SmolVLM's own processor wants a package for videos; Idefics 3's writes the same text.
-    """
-    from transformers import Idefics3ImageProcessorPil, Qwen2VLImageProcessorPil
-
-    smol = name.startswith("SmolVLM")
+    """Write the processor of images of one of `PROCESSORS`, and a tokenizer with its tokens."""
+    tokens, template, values, kind, sizes = PROCESSORS[name]
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": [*(SMOL_TOKENS if smol else QWEN_TOKENS)]},
-        replace_extra_special_tokens=False,
+        {"additional_special_tokens": [*tokens]}, replace_extra_special_tokens=False
     )
-    tokenizer.chat_template = SMOL_TEMPLATE if smol else QWEN_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    values: dict[str, Any] = {"processor_class": "Qwen3VLProcessor"}
-    if smol:
-        values = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
-        images: Any = Idefics3ImageProcessorPil(
-            size={"longest_edge": 32}, max_image_size={"longest_edge": 32}
-        )
-    else:
-        images = Qwen2VLImageProcessorPil(
-            patch_size=8, temporal_patch_size=1, merge_size=2,
-            size={"shortest_edge": 256, "longest_edge": 1024},
-        )  # fmt: skip
-    images.save_pretrained(folder)
+    getattr(transformers, kind)(**sizes).save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(values))
     return folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from tests.cli.command import CommandLine, write_rows
 from tests.models.checkpoints import add_processor, save_checkpoint
 
 SHAPES = ("SmolVLM2-2.2B-Instruct", "Qwen3.5-0.8B")
+WITH_TORCHVISION = ("Mistral-Small-3.2-24B-Instruct", "LFM2.5-VL-1.6B")
+"""Their processors need that package."""
 SIZES = {"a": (32, 32), "b": (40, 24), "c": (20, 48)}
 
 
@@ -60,6 +64,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SHAPES:
         add_processor(save_checkpoint(folder / name, name), name)
     return folder
+
+
+def made(place: Path, name: str) -> Path:
+    """Return the checkpoint of that name; its test is skipped if it needs a package that is not
+    there."""
+    if name in WITH_TORCHVISION:
+        pytest.importorskip("torchvision")
+        if not (place / name).exists():
+            add_processor(save_checkpoint(place / name, name), name)
+    return place / name
 
 
 def encoded(place: Path, tokenizer: Any, name: str = "rows.jsonl", **options: Any) -> Dataset:
@@ -129,12 +143,12 @@ def peft_gradients(
     return float(total.detach() / count), gradients
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SHAPES + WITH_TORCHVISION)
 def test_gradients_of_rows_with_images_are_those_of_peft(
     name: str, place: Path, tmp_path: Path
 ) -> None:
-    targets = ["q_proj", "v_proj", "down_proj"]
-    loaded = load_model(str(place / name))
+    targets = ["q_proj", "v_proj", "w2" if name.startswith("LFM2") else "down_proj"]
+    loaded = load_model(str(made(place, name)))
     dataset = encoded(place, loaded.tokenizer)
     batch = Batches(dataset, 3, None, 0, 256).at(0)
     plain = {"rank": 2, "target_modules": targets, "weight_decay": 0.0}
@@ -182,11 +196,14 @@ def test_the_tower_of_vision_reads_each_picture_once_and_other_pictures_give_oth
     assert again.evaluate(swapped, batch.labels)[0][row] != pytest.approx(first[row], rel=1e-4)
 
 
-def test_a_run_with_images_trains_resumes_and_is_evaluated(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [SHAPES[1], *WITH_TORCHVISION])
+def test_a_run_with_images_is_planned_trains_and_is_evaluated(
+    name: str, place: Path, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {
         "method": "lora", "batch_size": 2, "learning_rate": 0.01, "backend": "torch",
     }  # fmt: skip
-    source, data = str(place / SHAPES[1]), str(place / "rows.jsonl")
+    source, data = str(made(place, name)), str(place / "rows.jsonl")
     whole = ondevice.train(source, data, steps=4, out=tmp_path / "whole", **settings)
     plan = ondevice.plan(source, data, method="lora", batch_size=2).to_dict()
     longest = max(len(item.example) for item in encoded(place, load_tokenizer(source)).items)
@@ -242,6 +259,23 @@ def test_a_picture_that_may_not_be_read_is_named_by_its_row(
     (problem,) = dataset.problems
     assert (problem.line, problem.field) == (2, "images.0")
     assert words in problem.reason
+
+
+@pytest.mark.parametrize("name", [SHAPES[1], *WITH_TORCHVISION])
+def test_a_picture_that_a_processor_refuses_is_named_by_its_row(
+    name: str, place: Path, tmp_path: Path
+) -> None:
+    """A line of pixels; Idefics 3's reads it."""
+    Image.new("RGB", (900, 1)).save(tmp_path / "thin.png")
+    Image.new("RGB", (32, 32)).save(tmp_path / "good.png")
+    write_rows(
+        tmp_path / "rows.jsonl", [chat("?", "yes", f"{one}.png") for one in ("good", "thin")]
+    )
+    dataset = encoded(tmp_path, load_tokenizer(str(made(place, name))))
+    assert len(dataset) == 1
+    (problem,) = dataset.problems
+    assert (problem.line, problem.field) == (2, "images.0")
+    assert "cannot read it, 900 x 1: " in problem.reason
 
 
 def test_places_and_pictures_that_do_not_agree_are_named(place: Path, tmp_path: Path) -> None:
@@ -330,6 +364,26 @@ def test_a_missing_token_processor_or_package_is_named(
     with pytest.raises(MissingPackageError) as missing:
         encoded(place, load_tokenizer(str(folder)))
     assert "num2words" in missing.value.received
+
+
+@pytest.mark.parametrize("name", WITH_TORCHVISION)
+def test_a_processor_that_needs_torchvision_says_so(name: str, tmp_path: Path) -> None:
+    """In a process without it: transformers asks once which packages there are."""
+    pytest.importorskip("torchvision")
+    add_processor(save_checkpoint(tmp_path / "model", name), name)
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
+    write_rows(tmp_path / "rows.jsonl", [chat("This?", "red", "a.png"), chat("Text?", "yes")])
+    program = (
+        "import sys; sys.modules['torchvision'] = None\nfrom ondevice.cli.app import run; run()"
+    )
+    words = ("train", "model", "-d", "rows.jsonl", "--method", "lora", "-n", "1", "-o", "run")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == MissingPackageError.exit_code, done.stderr
+    assert "torchvision" in done.stderr.lower() and "OfImages" not in done.stderr
+    assert "rows without images train without" in done.stderr
 
 
 def test_a_picture_that_changes_while_a_run_has_it_is_refused(place: Path, tmp_path: Path) -> None:

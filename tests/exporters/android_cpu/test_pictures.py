@@ -31,8 +31,10 @@ from tests.programs import config
 
 pytest.importorskip("executorch.exir")
 TAKEN, REFUSED = "SmolVLM2-2.2B-Instruct", "Qwen3.5-0.8B"
+ALSO_TAKEN = ("Mistral-Small-3.2-24B-Instruct", "LFM2.5-VL-1.6B")
 LENGTH = 128
-PLAIN = {"rank": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], "weight_decay": 0.0}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+TARGETS_OF = {"LFM2.5-VL-1.6B": ["q_proj", "in_proj", "w2"]}
 
 
 def chat(question: str, answer: str, *images: str) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def exported(command: CommandLine, place: Path, name: str) -> Path:
         "export.eval_batch_size=3",
         "method.rank=2",
         "method.optimizer=sgd",
-        f"method.target_modules={json.dumps(PLAIN['target_modules'])}",
+        f"method.target_modules={json.dumps(TARGETS_OF.get(name, TARGETS))}",
     ]
     options = [part for one in settings for part in ("--set", one)]
     done = command(
@@ -93,10 +95,13 @@ def exported(command: CommandLine, place: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", [TAKEN, *ALSO_TAKEN])
 def test_gradients_of_rows_with_images_are_those_of_the_checkpoint(
-    place: Path, command: CommandLine
+    name: str, place: Path, command: CommandLine
 ) -> None:
-    loaded: Any = load_model(str(exported(command, place, TAKEN)))
+    if name in ALSO_TAKEN:
+        pytest.importorskip("torchvision")
+    loaded: Any = load_model(str(exported(command, place, name)))
     dataset = read_dataset(
         place / "rows.jsonl", loaded.tokenizer, task=None, max_length_tokens=LENGTH
     )
@@ -113,8 +118,10 @@ def test_gradients_of_rows_with_images_are_those_of_the_checkpoint(
     nll = program.evaluate(batch.ids, batch.labels)[0]
     loss = program.step(batch.ids, batch.labels, 0, 1.0).loss
     after = program.adapter().tensors
+    targets = TARGETS_OF.get(name, TARGETS)
+    plain = {"rank": 2, "target_modules": targets, "weight_decay": 0.0}
     for method in ("lora", "mesp"):
-        eager: Any = open_session(loaded, method_config(method, PLAIN), 0)
+        eager: Any = open_session(loaded, method_config(method, plain), 0)
         eager.load_adapter(adapter)
         assert nll == pytest.approx(eager.evaluate(batch.ids, batch.labels)[0], rel=1e-5)
         assert loss == pytest.approx(eager.step(batch.ids, batch.labels, 0, 0.0).loss, rel=1e-5)

@@ -22,17 +22,20 @@ from tests.models.test_any_decoder import save
 SHARED = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
           "enable_moe_block": True, "top_k_experts": 2,
           "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}  # fmt: skip
+MIXTURE = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
+           "top_k_experts": 2, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "bamba": {},  # a layer with a state space before attention
     "gemma4_text": SHARED,  # experts; the last two layers take keys and values of layers before
     "gemma2": {},  # soft caps: the loss is from logits
+    "gemma4_text of 26B-A4B": MIXTURE,
     "olmoe": {},  # experts
 }
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_gradients_match_autograd(model_type: str, tmp_path: Path) -> None:
-    folder = str(save(tmp_path / "model", model_type, **MODELS[model_type]))
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_match_autograd(name: str, tmp_path: Path) -> None:
+    folder = str(save(tmp_path / "model", name.split()[0], **MODELS[name]))
     ids, labels = rows(2, 13, 1, 250)
     ids %= 250
     double = load_model(folder)
