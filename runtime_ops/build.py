@@ -64,12 +64,9 @@ def has_compiler() -> bool:
         return False
 
 
-def build_library(*, portable: bool = False) -> Path:
-    """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) unless it is in the cache,
-    and return its path.
-
-    Args:
-        portable: for any processor of this architecture instead of this very one.
+def build_library() -> Path:
+    """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) for this processor, unless
+    it is in the cache, and return its path.
 
     Raises:
         MissingPackageError: no compiler, or the compiler fails.
@@ -80,7 +77,6 @@ def build_library(*, portable: bool = False) -> Path:
         ["c_api.cpp", "generator.cpp", "layer_adam.cpp"],
         ["-std=c++17"],
         [],
-        portable,
     )
 
 
@@ -103,7 +99,6 @@ def build_executorch_library() -> Path:
         ["executorch_ops.cpp", "executorch_block_ops.cpp", "integer_product.cpp", "generator.cpp"],
         flags,
         link,
-        portable=False,
     )
 
 
@@ -165,13 +160,10 @@ def runtime_flags() -> tuple[list[str], list[str]]:
     return compiling, [f"-L{folder}", *(f"-l:{path.name}" for path in libraries)]
 
 
-def _build(
-    name: str, sources: list[str], flags: list[str], link: list[str], portable: bool
-) -> Path:
+def _build(name: str, sources: list[str], flags: list[str], link: list[str]) -> Path:
     compiler = find_compiler()
-    machine = [] if portable else ["-march=native"]
-    flags = [*OPTIMISE, *machine, *flags]
-    target = cache_root() / f"lib{name}-{_key(compiler, flags, link, portable)}.so"
+    flags = [*OPTIMISE, "-march=native", *flags]
+    target = cache_root() / f"lib{name}-{_key(compiler, flags, link)}.so"
     if target.exists():
         return target
     try:
@@ -228,13 +220,13 @@ def _run(command: list[str]) -> None:
         )
 
 
-def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> str:
+def _key(compiler: str, flags: list[str], link: list[str]) -> str:
     """Hash everything that the library's bytes and its validity depend on."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    parts = [compiler, version, *flags, *link, platform.machine(), "" if portable else _processor()]
+    parts = [compiler, version, *flags, *link, platform.machine(), _processor()]
     if link:
         parts.append(importlib.metadata.version("executorch"))
     digest.update("\0".join(parts).encode())

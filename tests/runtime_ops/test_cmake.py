@@ -26,6 +26,9 @@ AARCH64 = 183
 LIBRARIES = ["ondevice_ops", "ondevice_executorch"] if ALL else []
 """Compiled by the nightly job: on every change `build.py` compiles the same sources for this
 machine, and `golden_check` has every kernel, with what is ARM's own."""
+QUICKLY = [] if ALL else ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+"""How the checks are compiled for this machine: what all other tests load is compiled with -O3, and
+so are the checks for ARM."""
 HOW = {
     "cmake": "apt install cmake",
     "aarch64-linux-gnu-g++": "apt install g++-aarch64-linux-gnu",
@@ -82,7 +85,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("executorch") is not None:
         paths = ";".join(str(path) for path in build.runtime_libraries())
         runtime = [f"-DEXECUTORCH_RUNTIME={paths}"]
-    configure(folder, *runtime)
+    configure(folder, *runtime, *QUICKLY)
     compile_targets(folder)
     return folder
 
