@@ -299,10 +299,12 @@ def _changes_dim_order(step: Any, module: Any) -> bool:
 
 
 def _is_typed(module: Any) -> bool:
-    """Return True if each value of a graph, which holds no other graph, is described."""
-    return all(
-        "val" in node.meta for node in module.graph.nodes if node.op == "call_function"
-    ) and not any(isinstance(inner, GraphModule) for inner in module.children())
+    """Return True if each value of a graph, which holds no other graph, is described: its tensors'
+    formats, too, which out variants are allocated by."""
+    calls = [node.meta for node in module.graph.nodes if node.op == "call_function"]
+    return all("val" in meta and "tensor_meta" in meta for meta in calls) and not any(
+        isinstance(inner, GraphModule) for inner in module.children()
+    )
 
 
 def _has_views(module: Any) -> bool:

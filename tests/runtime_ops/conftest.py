@@ -19,6 +19,6 @@ def processors() -> list[ctypes.CDLL]:
     for machine in ("native", "x86-64-v3", "x86-64"):
         name, flags = f"layer_adam_{machine}", ["-std=c++17", f"-march={machine}"]
         # In the cache, as each takes seconds and several files want them.
-        path = build._build(name, ["layer_adam.cpp"], flags, [], portable=machine != "native")
+        path = build._build(name, ["layer_adam.cpp"], flags, [])  # of two -march the last counts
         libraries.append(ctypes.CDLL(str(path)))
     return libraries
