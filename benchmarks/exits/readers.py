@@ -123,6 +123,26 @@ def transformers_scorer(folder: Path) -> Scorer:
     return score
 
 
+def transformers_replies(folder: Path, most_tokens: int) -> Callable[[str], str]:
+    """Write on greedily with a folder, by transformers only."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+
+    def reply(prompt: str) -> str:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with torch.inference_mode():
+            written = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most_tokens,
+                stop_strings=["\n"], tokenizer=tokenizer,
+            )  # fmt: skip
+        return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return reply
+
+
 class LlamaCpp:
     """A GGUF file in llama.cpp (`xllamacpp`) with its own settings, on the CPU; `adapter` is one of
     `gguf-lora`."""

