@@ -6,7 +6,7 @@ at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Alg
 paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
 as it is; `mesp`, which computes a block's forward pass again, and `lora` train rank 8 on all linear
 layers. With --plot accuracies are drawn over the memory that `ondevice plan` says, a panel for each
-task, also of a result that is there (--of). A cell's run and figures stay in its folder under
+model and task, also of a result that is there (--of). A cell's run and figures stay in its folder under
 --runs: a second call goes on where the first one ended, and --dry-run prints the remaining runs and
 their cost. All cells of a seed are run before those of the next one.
 """
@@ -302,18 +302,19 @@ def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> N
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Draw each method's mean and deviation over its planned memory, a panel for each task."""
+    """Draw each method's mean and deviation over its planned memory, a panel for each model and task."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    panels_of = list(dict.fromkeys((row["model"], row["task"]) for row in rows))
     figure, panels = pyplot.subplots(
-        1, len(tasks), figsize=(3.6 * len(tasks), 3.4), dpi=150, squeeze=False
+        1, len(panels_of), figsize=(3.6 * len(panels_of), 3.4), dpi=150, squeeze=False
     )
-    for axes, task in zip(panels[0], tasks, strict=True):
-        for row in (row for row in rows if row["task"] == task):
+    for axes, (model, task) in zip(panels[0], panels_of, strict=True):
+        shown = [row for row in rows if (row["model"], row["task"]) == (model, task)]
+        for row in shown:
             if row["planned_bytes"] is None:
                 axes.axhline(row["last"], color="#999999", linewidth=1, linestyle=":")
                 axes.annotate("zero-shot", (1.0, row["last"]), xycoords=("axes fraction", "data"),
@@ -328,7 +329,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 textcoords="offset points",
                 fontsize=7,
             )
-        axes.set_title(f"{task} ({row['metric']})", loc="left", fontsize=10)
+        axes.set_title(f"{model}, {task} ({shown[0]['metric']})", loc="left", fontsize=10)
         axes.set_xlabel("planned memory (MB)")
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.common import finish, interleaved, parse_args
+from benchmarks.common import finish, interleaved, parse_args, peak_bytes
+from ondevice.offload.config import EngineConfig
 from ondevice.offload.gradients import ChunkedLoss
 from ondevice.offload.liger import LigerLoss
 
 NEEDS = ("cuda",)
 ROW_TOKENS = 1024
-CHUNK_TOKENS = 2048
-"""`method.loss_chunk_tokens` as it comes."""
+CHUNK_TOKENS = EngineConfig.model_fields["loss_chunk_tokens"].default
 COLUMNS = [
     {"key": "batch", "title": "Batch"},
     {"key": "side", "title": "Loss by"},
@@ -91,7 +91,8 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, side in sides(args.device).items():
         rows[name] = {"batch": batch, "side": name}
         try:
-            peak, loss = peak_of(side, inputs, gradient)
+            peak = peak_bytes(lambda side=side: side(*inputs, gradient), args.device)
+            loss = float(side(*inputs, gradient))
         except torch.OutOfMemoryError as error:
             rows[name]["error"] = str(error).split(".")[0]
             torch.cuda.empty_cache()
@@ -105,19 +106,6 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         if first and row.get("peak_bytes"):
             row["of_torch"] = row["peak_bytes"] / first
     return list(rows.values())
-
-
-def peak_of(
-    side: Callable[..., Tensor], inputs: tuple[Tensor, ...], gradient: Tensor
-) -> tuple[int | None, float]:
-    """Return the bytes that a call takes at most beyond what is there, and its loss."""
-    if gradient.device.type == "cpu":
-        return None, float(side(*inputs, gradient))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = float(side(*inputs, gradient))
-    return torch.cuda.max_memory_allocated() - before, loss
 
 
 def main() -> None:

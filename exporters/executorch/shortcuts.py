@@ -215,9 +215,8 @@ def _traced_when_edited() -> Iterator[None]:
         ):
             return PassResult(module, False)
         if kind is ExportPass and _is_typed(module):
-            same = GraphModule(
-                module, module.graph
-            )  # the caller empties the one that it has handed in
+            # The caller empties the module that it has handed in.
+            same = GraphModule(module, module.graph)
             same.meta = module.meta.copy()
             return PassResult(same, True)
         if isinstance(step, ABOUT_DIM_ORDER) and not _changes_dim_order(step, module):
