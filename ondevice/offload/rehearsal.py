@@ -4,12 +4,17 @@ allocator in a state that it does not leave again."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ondevice.models.families.any_decoder import AnyDecoder
+
+if TYPE_CHECKING:
+    from ondevice.models import LoadedModel
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_")
@@ -49,3 +54,15 @@ def rehearse(run: Callable[[], Tensor]) -> Tensor:
     """
     with _Watch():
         return run()
+
+
+def reason_against(loaded: LoadedModel) -> str:
+    """Return why a model's passes cannot be graphs, as far as it is known before they run."""
+    family = loaded.family
+    if loaded.dims.experts:
+        return "experts are chosen by values that the host reads"
+    if isinstance(family, AnyDecoder) and family.pictures is not None:
+        return "the host places pictures among the tokens"
+    if family.model.training:
+        return "the model is in training mode, in which it drops values at random"
+    return ""

@@ -35,6 +35,7 @@ BUCKETS = 8
 """Lengths between a power of two and the next one that batches are padded to."""
 SHORTEST = 32
 Passes = TypeVar("Passes")
+T = TypeVar("T")
 
 
 def most_tokens(block_parameters: int) -> int:
@@ -92,6 +93,7 @@ class ShapeGraphs(Generic[Passes]):
         self.runs: dict[torch.Size, int] = {}
         self.made: dict[torch.Size, Passes] = {}
         self.memory: Tensor | None = None
+        self.told: set[str] = set()
 
     def of_shape(self, shape: torch.Size, make: Callable[[Record], Passes]) -> Passes | None:
         """Return the graphs of this shape, which are made if it has run before; None if it has
@@ -133,6 +135,25 @@ class ShapeGraphs(Generic[Passes]):
         if isinstance(self.record, CudaRecord):
             return self.record.beside()
         return nullcontext()
+
+    def with_room(self, run: Callable[[], T]) -> T:
+        """Return what `run` does; if it lacks memory, once more without graphs."""
+        with self.beside():
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                if not self.made:
+                    raise
+            self.release()
+            self.end("no memory for CUDA graphs and what runs next to them")
+        empty_cache()
+        return run()
+
+    def tell(self, reason: str) -> None:
+        """Log once why steps run without graphs."""
+        if reason not in self.told:
+            self.told.add(reason)
+            log.info("steps run without CUDA graphs: %s", reason)
 
     def carrier(self, tokens: int, like: Tensor) -> Tensor:
         """Return [tokens, D] in the width, precision and place of `like` [.., D]: memory of the

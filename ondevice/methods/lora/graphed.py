@@ -12,22 +12,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ondevice.models.families.any_decoder import AnyDecoder
 from ondevice.offload.graphs import CudaRecord, Record, recorder
-from ondevice.offload.rehearsal import rehearse
+from ondevice.offload.rehearsal import reason_against, rehearse
 from ondevice.offload.shapes import TOKENS, ShapeGraphs, empty_cache, most_tokens
 
 if TYPE_CHECKING:
     from ondevice.models import Family, LoadedModel
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def graphs_for(
@@ -42,18 +40,6 @@ def graphs_for(
     tokens = most_tokens(loaded.dims.block_parameters)
     record = recorder(loaded.family.head_weight.device)
     return HiddenGraphs(record, loaded.family, parameters, tokens)
-
-
-def reason_against(loaded: LoadedModel) -> str:
-    """Return why a model's passes cannot be graphs, as far as it is known before they run."""
-    family = loaded.family
-    if loaded.dims.experts:
-        return "experts are chosen by values that the host reads"
-    if isinstance(family, AnyDecoder) and family.pictures is not None:
-        return "the host places pictures among the tokens"
-    if family.model.training:
-        return "the model is in training mode, in which it drops values at random"
-    return ""
 
 
 @dataclass
@@ -98,7 +84,6 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
         self.read = [*family.model.parameters(), *family.model.buffers()]
         self.places: list[int] = []
         self.start = torch.zeros((), device=family.head_weight.device, requires_grad=True)
-        self.told: set[str] = set()
 
     def begin(self) -> None:
         """Give every parameter a gradient of zeros, in the place that graphs add to."""
@@ -117,25 +102,6 @@ class HiddenGraphs(ShapeGraphs[HiddenPasses]):
         if passes is None:
             return self.family.hidden(ids_BT)
         return _Replayed.apply(self.start, passes, ids_BT)
-
-    def with_room(self, run: Callable[[], T]) -> T:
-        """Return what `run` does; if it lacks memory, once more without graphs."""
-        with self.beside():
-            try:
-                return run()
-            except torch.OutOfMemoryError:
-                if not self.made:
-                    raise
-            self.release()
-            self.end("no memory for CUDA graphs and what runs next to them")
-        empty_cache()
-        return run()
-
-    def tell(self, reason: str) -> None:
-        """Log once why steps run without graphs."""
-        if reason not in self.told:
-            self.told.add(reason)
-            log.info("steps run without CUDA graphs: %s", reason)
 
     def _make(self, record: Record, ids_BT: Tensor) -> HiddenPasses:
         ids_BT = ids_BT.clone()

@@ -30,6 +30,8 @@ class GraphedPrgeSession(PrgeSession):
     On a CPU the same steps run without a graph, which proves what surrounds it.
     """
 
+    as_graphs = False  # the whole step is one
+
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.graphs: dict[tuple[int, ...], GraphedStep] = {}
         super().__init__(loaded, config, seed)

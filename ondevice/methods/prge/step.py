@@ -21,6 +21,7 @@ from ondevice.nn.graph_loss import labelled_only
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.methods.prge.copies import CopiesGraphs
     from ondevice.models import Family
 
 ADAM = (0.9, 0.999, 1e-8)
@@ -150,6 +151,8 @@ class PrgeProgram(nn.Module):
             family.replace(name, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
+        self.graphs: CopiesGraphs | None = None
+        """What the copies' pass runs as, if all are in one and rows are not packed."""
         self.labelled_tokens: int | None = None
         """Labelled tokens of a row at most, if shapes are fixed; None computes the loss at all
         positions."""
@@ -260,8 +263,11 @@ class PrgeProgram(nn.Module):
         position_ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
+        passes = self.passes()
+        if len(passes) == 1 and self.graphs is not None and position_ids_BT is None:
+            hidden = self.graphs.hidden(ids_BT, copies_of(0, self.layout.size))
+            return self._mean_losses(hidden, labels_BT, len(passes[0]))
         prefix = self._run_prefix(ids_BT, position_ids_BT)
-        passes = self._passes()
         if len(passes) == 1:
             return self._pass_losses(prefix, labels_BT, copies_of, len(passes[0]), position_ids_BT)
         losses = torch.empty(self.config.copies, device=self.device)
@@ -287,10 +293,23 @@ class PrgeProgram(nn.Module):
         """Return the mean losses of the copies of one forward pass, float32 [copies]."""
         positions = None if position_ids_BT is None else position_ids_BT.repeat(copies, 1)
         hidden = self._run_suffix(prefix.repeat(copies, 1, 1), copies_of, positions)
+        return self._mean_losses(hidden, labels_BT, copies)
+
+    def copies_hidden(self, ids_BT: Tensor, copies_GP: Tensor) -> Tensor:
+        """Return the hidden states of every copy of the flat adapter, [copies * batch, tokens,
+        hidden]."""
+        prefix = self._run_prefix(ids_BT)
+        return self._run_suffix(
+            prefix.repeat(len(copies_GP), 1, 1),
+            lambda start, count: copies_GP[:, start : start + count],
+        )
+
+    def _mean_losses(self, hidden: Tensor, labels_BT: Tensor, copies: int) -> Tensor:
+        """Return the mean losses of the copies from their hidden states, float32 [copies]."""
         nll, count = self.row_nll(hidden, labels_BT.repeat(copies, 1))
         return nll.reshape(copies, -1).sum(1) / count.reshape(copies, -1).sum(1)
 
-    def _passes(self) -> list[range]:
+    def passes(self) -> list[range]:
         """Group the numbers of the copies by forward pass."""
         config = self.config
         q = self.config.queries

@@ -13,10 +13,12 @@ from ondevice.core.errors import CheckpointError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.model_loss import BranchedEvaluation
 from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.prge.copies import graphs_for
 from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 from ondevice.methods.prge.subspace import SessionSubspace
+from ondevice.offload.shapes import padded
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class PrgeSession(BranchedEvaluation, PackingSession):
 
     batch_size = eval_batch_size = None
     lengths_tokens = None
+    as_graphs = True
+    """Whether steps on a GPU run as graphs by the shape of a batch."""
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.loaded = loaded
@@ -62,6 +66,8 @@ class PrgeSession(BranchedEvaluation, PackingSession):
         self.subspace: SessionSubspace | None = None
         if config.subspace == "gradient":
             self.subspace = SessionSubspace(self.program, config)
+        if self.device.type == "cuda" and self.as_graphs:
+            self.program.graphs = graphs_for(loaded, self.program)
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
@@ -104,6 +110,27 @@ class PrgeSession(BranchedEvaluation, PackingSession):
                 expected="`before_step` before the first step",
                 received="step",
             )
+        graphs = self.program.graphs
+        if graphs is None:
+            return self._stepped(ids, labels, position_ids, step, learning_rate)
+        if position_ids is None:
+            ids, labels = padded(ids, labels, None, self.loaded.dims.max_positions)
+        else:
+            graphs.tell("rows of one sequence are kept apart")
+        with graphs.beside():
+            return graphs.with_room(
+                lambda: self._stepped(ids, labels, position_ids, step, learning_rate)
+            )
+
+    def _stepped(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        position_ids: np.ndarray | None,
+        step: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """Run one step over arrays as they are."""
         scalars = self._scalars(step, learning_rate)
         ids_BT, labels_BT = self._tensors(ids, labels)
         positions = None
@@ -138,13 +165,20 @@ class PrgeSession(BranchedEvaluation, PackingSession):
             if not entry.diagonal or linear.c_RO is not None:
                 own = self._adapter[None, entry.offset : entry.offset + entry.count]
                 linear.slot.copies = linear.matrices(entry.shaped(own))
+        if self.program.graphs is not None:
+            self.program.graphs.release()
         return self.loaded
 
     @torch.inference_mode()
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        ids_ET, labels_ET = self._tensors(ids, labels)
-        nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._adapter)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            ids_ET, labels_ET = self._tensors(ids, labels)
+            return self.program.evaluate(ids_ET, labels_ET, self._adapter)
+
+        graphs = self.program.graphs
+        nll, tokens = compute() if graphs is None else graphs.with_room(compute)
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
     def branched_hidden(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ondevice.core.registry import method_config, open_session
-from ondevice.methods.lora.graphed import HiddenGraphs, reason_against
+from ondevice.methods.lora.graphed import HiddenGraphs
 from ondevice.models import load_model
 from ondevice.models.load import tiny_model
-from ondevice.offload.rehearsal import NotForGraphs, rehearse
+from ondevice.offload.rehearsal import NotForGraphs, reason_against, rehearse
 from ondevice.offload.shapes import padded
 from tests.methods.mesp.reference import errors, rows
 from tests.methods.reference import LORA
