@@ -6,9 +6,10 @@ at an effective batch of 16; `mezo` moves all parameters with a fresh batch (Alg
 paper's rate and loss; `lora-fa` and `full` are the first-order baselines; `zero-shot` is the model
 as it is; `mesp`, which computes a block's forward pass again, and `lora` train rank 8 on all linear
 layers. With --plot accuracies are drawn over the memory that `ondevice plan` says, a panel for each
-model and task, also of a result that is there (--of). A cell's run and figures stay in its folder under
---runs: a second call goes on where the first one ended, and --dry-run prints the remaining runs and
-their cost. All cells of a seed are run before those of the next one.
+model and task, also of results that are there (--of): a panel is of the first one that has its task.
+A cell's run and figures stay in its folder under --runs: a second call goes on where the first one
+ended, and --dry-run prints the remaining runs and their cost. All cells of a seed are run before
+those of the next one.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the remaining runs and their cost"
     )
     parser.add_argument("--plot", type=Path, help="draw accuracy over planned memory to this file")
-    parser.add_argument("--of", type=Path, help="a result to draw with --plot; nothing is run")
+    parser.add_argument(
+        "--of", type=Path, nargs="+", help="results to draw with --plot; nothing is run"
+    )
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds"
     )
@@ -301,6 +304,21 @@ def measure_all(left: list[Cell], args: argparse.Namespace, started: float) -> N
         print(f"left out for want of time: {len(left) - ended} runs", flush=True)
 
 
+def committed_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of --model and --tasks, of each task those of the first result that has it."""
+    rows: list[dict[str, Any]] = []
+    for file in args.of:
+        known = {row["task"] for row in rows}
+        rows += [
+            row
+            for row in json.loads(file.read_text())["rows"]
+            if row["model"] == TITLES.get(args.model, args.model)
+            and row["task"] in args.tasks.split(",")
+            and row["task"] not in known
+        ]
+    return rows
+
+
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
     """Draw each method's mean and deviation over its planned memory, a panel for each model and task."""
     import matplotlib
@@ -321,11 +339,18 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                               ha="right", va="bottom", fontsize=7, color="#777777")  # fmt: skip
                 continue
             x = row["planned_bytes"] / 1e6
-            axes.errorbar(x, row["last"], yerr=row["deviation"], fmt="o", capsize=2)
+            under = any(
+                other["last"] > row["last"]
+                and 0.6 < row["planned_bytes"] / other["planned_bytes"] < 1.1
+                for other in shown
+                if other["planned_bytes"]
+            )  # a neighbour's name is written above it
+            color = f"C{list(METHODS).index(row['method'])}"  # the same in all panels
+            axes.errorbar(x, row["last"], yerr=row["deviation"], fmt="o", capsize=2, color=color)
             axes.annotate(
                 row["method"],
                 (x, row["last"]),
-                xytext=(5, 5),
+                xytext=(5, -11 if under else 5),
                 textcoords="offset points",
                 fontsize=7,
             )
@@ -340,7 +365,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 def main() -> None:
     args = parse_args(__doc__, arguments)
     if args.of:
-        draw(json.loads(args.of.read_text())["rows"], args.plot)
+        draw(committed_rows(args), args.plot)
         return
     started = time.perf_counter()
     wanted = cells(args)

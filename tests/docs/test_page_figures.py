@@ -168,6 +168,7 @@ MEASURED: dict[tuple[str, str], Callable[[Path], float]] = {
     ("docs/howto/exits.md", "1e-2"): lambda root: LOGIT_ERROR["float16"],
     ("docs/howto/exits.md", "6.4"): lost_by_exit("`gguf` Q4_0, merged"),
     ("docs/howto/exits.md", "3.8"): lost_by_exit("`gguf-pair` Q4_0"),
+    ("docs/howto/exits.md", "1.8"): lost_by_exit("`mlx-model` 4 bits, merged"),
     ("docs/howto/export.md", "1e-5"): allowed("none", "loss"),
     ("docs/howto/export.md", "1e-4"): allowed("q4", "loss"),
     ("docs/howto/export.md", "5e-2"): allowed("8da4w", "loss"),
