@@ -171,7 +171,7 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
     (folder / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(4)), encoding="utf-8"
     )
-    shown, _, figures, said, *_, checked, tried, python = user.does_together(
+    shown, _, figures, said, *_, checked, tried, again, python = user.does_together(
         ("demo", "--model", MODEL, "--steps", 2, "--out", "la démo"),
         ("predict", "un essai", "nouveaux.csv", "--out", "réponses.csv"),
         ("eval", "un essai", "--data", "les tickets.csv", "--json"),
@@ -183,6 +183,7 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
         ("convert", "une conversation", "--to", "ollama", "--out", "pour ollama"),
         ("doctor", "--json"),
         ("train", MODEL, "--data", "les tickets.csv", *COLUMNS, "--dry-run", "--out", "rien"),
+        ("predict", "fusionné", "nouveaux.csv", "--out", "encore.jsonl"),
         ("python", PYTHON),
     )
     assert "accuracy on 40 messages" in shown and "yours next: ondevice predict" in shown
@@ -202,7 +203,6 @@ def test_the_walk_from_the_demo_to_other_programs(user: NewUser, trained: NewUse
         assert TEAMS[0] in (folder / made / "README.md").read_text("utf-8")
         assert json.loads((folder / made / "ondevice_task.json").read_text("utf-8"))
     assert "method.learning_rate" in python
-    again = user.does("predict", "fusionné", "nouveaux.csv", "--out", "encore.jsonl")
     assert again and len((folder / "encore.jsonl").read_text("utf-8").splitlines()) == 2
     the_daemon_answers(user)
     used = os.times()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.programs import program
+from tests.warm import Warm
 
 pytest.importorskip("executorch")
 
@@ -62,12 +63,12 @@ print(hashlib.sha256(session.state()["adapter"].tobytes()).hexdigest())
 
 
 @pytest.mark.parametrize("name", ["blocks", "functional"])
-def test_no_bit_depends_on_the_threads(name: str) -> None:
+def test_no_bit_depends_on_the_threads(name: str, warm: Warm) -> None:
     """A run goes on to the bit on a machine with other cores."""
     found = set()
     for number in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", STEPS, str(program(name)), number],
+            [str(warm.python), "-c", STEPS, str(program(name)), number],
             capture_output=True,
             text=True,
         )

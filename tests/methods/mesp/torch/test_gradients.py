@@ -112,9 +112,8 @@ def exact_of_smollm2_s_shape(
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("gradients", ["manual", "blockwise", "checkpoint", "autodiff"])
-@pytest.mark.parametrize("length", [7, 40])
+@pytest.mark.parametrize("length", [pytest.param(7, marks=pytest.mark.nightly), 40])
 def test_gradients_of_smollm2_s_shape(gradients, length) -> None:
     start, wanted, theirs, rounding = exact_of_smollm2_s_shape(length)
     opened = session(tiny_model("llama", 1, **SMOLLM2), gradients=gradients)
