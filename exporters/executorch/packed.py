@@ -15,7 +15,7 @@ from ondevice.core.errors import ArtifactError, MissingPackageError
 from ondevice.core.session import IGNORE
 from ondevice.core.untrusted import read_object, well_formed
 from ondevice.exporters.executorch.blocks_model import check_room
-from ondevice.exporters.executorch.session import load_runtime
+from ondevice.exporters.executorch.session import execute, load_runtime
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -150,12 +150,11 @@ class PackedModel:
         logits = None
         for low in range(0, len(ids), self.piece_tokens):
             part = list(ids[low : low + self.piece_tokens])
-            (logits,) = self._method.execute(
-                [torch.tensor([part]), torch.tensor([self.read]), *adapter]
-            )
+            inputs = [torch.tensor([part]), torch.tensor([self.read]), *adapter]
+            (logits,) = execute(self._method, inputs)
             self.read += len(part)
         assert logits is not None  # noqa: S101 - there is at least one token
-        return logits[0].numpy().copy()
+        return logits[0].numpy()
 
     def close(self) -> None:
         """Release the program."""

@@ -412,7 +412,7 @@ class ExecutorchSession(ProgramSession):
         if name not in self._methods:
             self._unload_other_kind(name)
             self._load(name)
-        outputs = self._methods[name].execute([torch.from_numpy(value) for value in inputs])
+        outputs = execute(self._methods[name], [torch.from_numpy(value) for value in inputs])
         return [value.numpy() for value in outputs]
 
     def _unload_other_kind(self, name: str) -> None:

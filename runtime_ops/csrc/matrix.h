@@ -110,19 +110,24 @@ inline void dequantize_row(const Matrix& w, int64_t row, int64_t first, int64_t 
 }
 
 typedef float Four __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(16)));
 
-// Words of four bytes: out[k][0 .. 3] = rows[0 .. 3][k], out with a row of `stride` words. None need be aligned.
+// Words of four bytes: out[k][0 .. 3] = rows[0 .. 3][k], out with a row of `stride` words. None need be aligned. `Flipped`
+// changes bits of each.
+template <uint32_t Flipped = 0>
 inline void transpose_words(const void* const rows[4], int64_t count, void* out, int64_t stride) {
   const char* from[4];
   for (int i = 0; i < 4; ++i) from[i] = static_cast<const char*>(rows[i]);
   char* to = static_cast<char*>(out);
   const int64_t whole = count / 4 * 4;
   for (int64_t k = 0; k < whole; k += 4) {
-    Four a, b, c, d;
-    std::memcpy(&a, from[0] + 4 * k, 16);
-    std::memcpy(&b, from[1] + 4 * k, 16);
-    std::memcpy(&c, from[2] + 4 * k, 16);
-    std::memcpy(&d, from[3] + 4 * k, 16);
+    Four words[4];
+    for (int i = 0; i < 4; ++i) {
+      Bits bits;
+      std::memcpy(&bits, from[i] + 4 * k, 16);
+      words[i] = (Four)(bits ^ Flipped);
+    }
+    const Four a = words[0], b = words[1], c = words[2], d = words[3];
     const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
     const Four ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     const Four columns[4] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
@@ -131,7 +136,12 @@ inline void transpose_words(const void* const rows[4], int64_t count, void* out,
     for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * (k + i) * stride, &columns[i], 16);
   }
   for (int64_t k = whole; k < count; ++k) {
-    for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * (k * stride + i), from[i] + 4 * k, 4);
+    for (int i = 0; i < 4; ++i) {
+      uint32_t word;
+      std::memcpy(&word, from[i] + 4 * k, 4);
+      word ^= Flipped;
+      std::memcpy(to + 4 * (k * stride + i), &word, 4);
+    }
   }
 }
 

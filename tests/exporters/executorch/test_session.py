@@ -1,8 +1,9 @@
-"""The session of any program: what it binds by role, keeps, counts and refuses; the runtime here is
-a few lines."""
+"""The session of any program: what it binds by role, keeps, counts and refuses; the program here is
+a few lines, which the runtime executes."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from ondevice.core.manifest import (
     row_ports,
     token_ports,
 )
-from ondevice.exporters.executorch import session as sessions
 from ondevice.exporters.executorch.session import ExecutorchSession
 
 torch = pytest.importorskip("torch")
+exir: Any = pytest.importorskip("executorch.exir")
 save_file: Any = pytest.importorskip("safetensors.numpy").save_file
 ENTRY = AdapterEntry(
     linear="model.layers.0.self_attn.q_proj",
@@ -43,35 +44,48 @@ ENTRY = AdapterEntry(
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-class Runtime:
-    """Gives what it is called with, so that a test can look: every call's inputs are in `calls`."""
+class Step(torch.nn.Module):
+    """A program's step whose outputs a test computes by hand."""
 
-    def __init__(self) -> None:
+    def forward(
+        self,
+        ids: Any,
+        labels: Any,
+        vector: Any,
+        average: Any,
+        position: Any,
+        done: Any,
+        rate: Any,
+        scale: Any,
+    ) -> Any:
+        losses = torch.cat((position + 0.0, done + 10.0 * scale))
+        rows = (labels - ids).sum(1) + scale
+        return losses, vector + rate, average + 1.0, rows, ids.sum(1) + 0.0
+
+
+@cache
+def step_program() -> bytes:
+    """`Step` lowered for the runtime, once for all tests of this file."""
+    rows = torch.zeros(2, 4, 8, dtype=torch.int64)
+    counters = torch.zeros(2, 1, dtype=torch.int64)
+    # A tensor of its own for each input: one that is given twice is one input.
+    inputs = tuple(
+        one.clone() for one in (*rows, *torch.zeros(2, 8), *counters, *torch.zeros(2, 1))
+    )
+    methods = {"train_step": torch.export.export(Step(), inputs)}
+    return exir.to_edge_transform_and_lower(methods).to_executorch().buffer
+
+
+class Watched(ExecutorchSession):
+    """Keeps what its program's functions are called with."""
+
+    def __init__(self, *arguments: Any) -> None:
         self.calls: list[tuple[str, list[np.ndarray]]] = []
-        self.operator_registry = type("Registry", (), {"operator_names": ["aten::add.out"]})
+        super().__init__(*arguments)
 
-    def load_program(self, path: str) -> Any:
-        return self
-
-    def load_method(self, name: str) -> Any:
-        def execute(tensors: list[Any]) -> list[Any]:
-            values = [tensor.numpy().copy() for tensor in tensors]
-            self.calls.append((name, values))
-            state, average, rate, rows = (
-                values[2],
-                values[3],
-                values[6],
-                torch.zeros(len(values[0])),
-            )
-            return [
-                torch.tensor([3.0, 5.0]),
-                torch.from_numpy(state + rate),
-                torch.from_numpy(average + 1),
-                rows,
-                rows,
-            ]
-
-        return type("Method", (), {"execute": staticmethod(execute)})
+    def _run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
+        self.calls.append((name, [value.copy() for value in inputs]))
+        return super()._run(name, *inputs)
 
 
 def manifest(folder: Path, **changes: Any) -> Manifest:
@@ -123,7 +137,7 @@ def manifest(folder: Path, **changes: Any) -> Manifest:
     folder.mkdir(exist_ok=True)
     save_file({"vector": np.full(8, 2.0, np.float32)}, folder / "first.safetensors")
     save_file({f"{ENTRY.linear}.lora_A.weight": A}, folder / "frozen.safetensors")
-    (folder / "program.pte").write_bytes(b"")
+    (folder / "program.pte").write_bytes(step_program())
     values: dict[str, Any] = {
         "ondevice_version": "0",
         "runtime": "executorch 0",
@@ -142,32 +156,26 @@ def manifest(folder: Path, **changes: Any) -> Manifest:
     return Manifest(**{**values, **changes})
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    runtime = Runtime()
-    monkeypatch.setattr(sessions, "load_runtime", lambda: runtime)
-    return runtime
-
-
-def test_a_step_and_an_evaluation_are_bound_by_role(runtime: Runtime, tmp_path: Path) -> None:
-    session = ExecutorchSession(tmp_path, manifest(tmp_path))
+def test_a_step_and_an_evaluation_are_bound_by_role(tmp_path: Path) -> None:
+    session = Watched(tmp_path, manifest(tmp_path))
     ids = np.arange(8).reshape(1, 8)
     result = session.step(ids, ids + 1, 7, 0.25)
-    (name, values) = runtime.calls.pop()
-    assert name == "train_step" and result.loss == 4.0 and result.projected_gradients == ()
+    (name, values) = session.calls.pop()
+    assert name == "train_step" and result.loss == 6.0 and result.projected_gradients == ()
     assert values[0].tolist() == ids.tolist() * 4 and values[1].tolist() == (ids + 1).tolist() * 4
     assert values[2].tolist() == [2.0] * 8 and values[3].tolist() == [0.0] * 8
     assert [value.tolist() for value in values[4:]] == [[7], [0], [0.25], [0.5]]
 
-    session.step(ids, ids, 9, 0.5)
-    assert [value.tolist() for value in runtime.calls.pop()[1][4:6]] == [[9], [1]]
+    assert session.step(ids, ids, 9, 0.5).losses == (9.0, 6.0)
+    assert [value.tolist() for value in session.calls.pop()[1][4:6]] == [[9], [1]]
     state = session.state()
     assert state.keys() == {"vector", "average", "seed", "done"} and state["done"].tolist() == [2]
     assert state["vector"].tolist() == [2.75] * 8 and state["average"].tolist() == [2.0] * 8
 
-    rows = np.zeros((4, 8), np.int64)
-    session.evaluate(rows, rows)
-    values = runtime.calls.pop()[1]
+    rows = np.arange(32).reshape(4, 8)
+    losses, tokens = session.evaluate(rows, rows + np.arange(4)[:, None])
+    assert losses.tolist() == [0.0, 8.0, 16.0, 24.0] and tokens.tolist() == rows.sum(1).tolist()
+    values = session.calls.pop()[1]
     assert [value.tolist() for value in values[6:]] == [
         [0.0],
         [0.0],
@@ -175,9 +183,7 @@ def test_a_step_and_an_evaluation_are_bound_by_role(runtime: Runtime, tmp_path: 
     assert session.state()["vector"].tolist() == state["vector"].tolist()
 
 
-def test_its_state_goes_out_and_in_and_another_s_is_refused(
-    runtime: Runtime, tmp_path: Path
-) -> None:
+def test_its_state_goes_out_and_in_and_another_s_is_refused(tmp_path: Path) -> None:
     session, ids = ExecutorchSession(tmp_path, manifest(tmp_path)), np.zeros((1, 8), np.int64)
     session.step(ids, ids, 0, 0.25)
     state = session.state()
@@ -193,7 +199,7 @@ def test_its_state_goes_out_and_in_and_another_s_is_refused(
         assert lacking in str(error.value)
 
 
-def test_the_frozen_a_is_the_file_s(runtime: Runtime, tmp_path: Path) -> None:
+def test_the_frozen_a_is_the_file_s(tmp_path: Path) -> None:
     session = ExecutorchSession(tmp_path, manifest(tmp_path))
     given = session.adapter()
     names = f"{ENTRY.linear}.lora_A.weight", f"{ENTRY.linear}.lora_B.weight"
