@@ -45,6 +45,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "global_head_dim": 48,
     },
+    "gemma4_text with experts": {
+        "family": "gemma4_text",
+        **SMALL,
+        "layers": 4,
+        "head_dim": 32,
+        "global_head_dim": 48,
+        "enable_moe_block": True,
+        "moe_intermediate_size": 32,
+    },
     "granite": {"family": "granite", **SMALL, "layers": 2},
     "granitemoe": {"family": "granitemoe", **SMALL, "intermediate": 128},
     "lfm2": {"family": "lfm2", **SMALL, "layers": 3},
@@ -259,6 +268,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks of lfm2_moe, q4": (
         "three layers of lfm2_moe",
         {"export.quantize": "q4", "method.optimizer": "sgd", "export.check_steps": 1, **ONE_ROW},
+    ),
+    "blocks of gemma4_text with experts": (
+        "gemma4_text with experts",
+        {"export.check_steps": 1, **CONTEXT, **ONE_ROW},
     ),
     "blocks of granitemoe": ("granitemoe", {"export.check_steps": 1, **ONE_ROW}),
     "blocks of lfm2": ("lfm2", {"export.batch_size": 2, "export.next_token": True, **CONTEXT}),

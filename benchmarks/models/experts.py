@@ -2,8 +2,8 @@
 
     python -m benchmarks.models.experts
 
-Random models of three families, exported in 4 bits for `android-cpu`. A step's rows are texts of the
-demo rows. What is counted are the experts whose weights a function was given.
+Random models of three families, exported in 4 bits and in 8 bits for `android-cpu`. A step's rows are
+texts of the demo rows. What is counted are the experts whose weights a function was given.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ EXPERTS = 32
 A_TOKEN = 4
 LENGTHS = (8, 16, 64)
 STEPS = 8
+FORMS = ("q4", "8da8w")
 SIZES: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4, "num_experts": EXPERTS, "num_experts_per_tok": A_TOKEN,
@@ -37,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Four layers of each have experts."""
 COLUMNS = [
     {"key": "family", "title": "Family"},
+    {"key": "form", "title": "Form"},
     {"key": "tokens", "title": "Tokens a step"},
     {"key": "read", "title": "Experts read, of 128", "digits": 1},
     {"key": "read_bytes", "title": "Read a step (kB)", "digits": 0, "scale": 1e-3},
@@ -54,8 +56,8 @@ def batches(length_tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(row, row) for row in rows]
 
 
-def measure(family: str, folder: Path) -> list[dict[str, Any]]:
-    """Export one family's model and step; return a row for each length."""
+def measure(family: str, form: str, folder: Path) -> list[dict[str, Any]]:
+    """Export one family's model in one form and step; return a row for each length."""
     from ondevice.api import export as artifacts
     from ondevice.api.open import open_artifact
     from ondevice.api.runfile import RunConfig
@@ -65,7 +67,7 @@ def measure(family: str, folder: Path) -> list[dict[str, Any]]:
     settings = {
         "model.source": str(model), "method.name": "mesp", "method.optimizer": "sgd",
         "export.lengths_tokens": list(LENGTHS), "export.batch_size": 1,
-        "export.eval_batch_size": 1, "export.quantize": "q4", "export.check_steps": 1,
+        "export.eval_batch_size": 1, "export.quantize": form, "export.check_steps": 1,
     }  # fmt: skip
     artifacts.export(RunConfig.load(None, settings), folder / "program")
     session: Any = open_artifact(folder / "program")
@@ -77,7 +79,7 @@ def measure(family: str, folder: Path) -> list[dict[str, Any]]:
         mean = {key: statistics.fmean(one[key] for one in figures) for key in figures[0]}
         each = mean["bytes"] / mean["read"]
         rows.append({
-            "family": family, "tokens": length, "read": mean["read"], "read_bytes": mean["bytes"],
+            "family": family, "form": form, "tokens": length, "read": mean["read"], "read_bytes": mean["bytes"],
             "bytes_per_token": mean["bytes_per_token"], "all_bytes": each * mean["all"],
             "repeats": len(figures),
         })  # fmt: skip
@@ -94,11 +96,13 @@ def main() -> None:
     args = parse_args(__doc__, add, repeats=1)
     rows = []
     for family in args.families.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure(family, Path(folder))
+        for form in FORMS:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure(family, form, Path(folder))
     notes = [
-        f"Random models, four layers with {EXPERTS} experts, of which a token takes {A_TOKEN}; `q4`, one"
-        f" row a step, means of {STEPS} steps. Forward and backward count an expert once."
+        f"Random models, four layers with {EXPERTS} experts, of which a token takes {A_TOKEN}; one row"
+        f" a step, means of {STEPS} steps. Forward and backward count an expert once. In `8da8w` an"
+        " expert's matrices are 8-bit weights."
     ]
     finish("models/experts", rows, args, columns=COLUMNS, notes=notes,
            title="What a step reads of a mixture's experts")  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
 from ondevice.core.errors import ArtifactError, CheckpointError, DataError, TrainingError
-from ondevice.core.manifest import EXPERT, LAYER_INPUT
+from ondevice.core.manifest import EXPERT, JOIN, LAYER_INPUT
 from ondevice.core.program import FUSED
 from ondevice.core.session import IGNORE, StepResult, Weigh
 from ondevice.core.untrusted import Refused, inside
@@ -209,8 +209,14 @@ class BlocksSession(ExecutorchSession):
         gives the experts is not kept, as nothing of a block but its input is."""
         name = f"block_forward_{size}{self.kind(layer)}"
         outputs = self._call_block(name, {"hidden": given["hidden"]}, layer)
-        gn, gweights = experts.backward(layer, outputs, given["gradient"])
-        return {"normed_gradient": gn, "routing_gradient": gweights}
+        g = given["gradient"]
+        taken = {}
+        if "dense" in outputs:
+            taken = {"experts_sum": experts.total(layer, outputs)}
+            name = f"{JOIN}backward_{size}{self.kind(layer)}"
+            g = self._call_block(name, outputs | taken | {"gradient": g}, layer)["gradient"]
+        gn, gweights = experts.backward(layer, outputs, g)
+        return taken | {"normed_gradient": gn, "routing_gradient": gweights}
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
@@ -329,9 +335,14 @@ class BlocksSession(ExecutorchSession):
             tokens: the first so many are real, and only these need experts; None if all are.
         """
         outputs = self._call_block(name, given, layer)
-        if self.experts is not None and layer in self.experts.layers:
+        if self.experts is None or layer not in self.experts.layers:
+            return outputs
+        if "dense" not in outputs:
             outputs["hidden"] = self.experts.forward(layer, outputs, tokens)
-        return outputs
+            return outputs
+        outputs["experts_sum"] = self.experts.total(layer, outputs, tokens)
+        join = JOIN + name.removeprefix("block_").removeprefix("forward_")
+        return outputs | self._call_block(join, outputs, layer)
 
     def _call_block(
         self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0, expert: int = 0

@@ -64,7 +64,17 @@ class Experts:
             outputs: of the block's function: hidden, normed and routing.
             tokens: the first so many are real; the others get no experts.
         """
-        hidden = outputs["hidden"]
+        return self._add(layer, outputs, outputs["hidden"], tokens)
+
+    def total(self, layer: int, outputs: dict[str, Tensor], tokens: int | None = None) -> Tensor:
+        """Return the sum of the experts of each token, [N, D]; see `forward`."""
+        import torch
+
+        return self._add(layer, outputs, torch.zeros_like(outputs["normed"]), tokens)
+
+    def _add(
+        self, layer: int, outputs: dict[str, Tensor], hidden: Tensor, tokens: int | None
+    ) -> Tensor:
         normed = outputs["normed"]
         for expert, rows, weights in self._chosen(outputs["routing"][:tokens]):
             given = {"hidden": normed[rows], "routing": weights}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ondevice.core.manifest import Manifest, TensorPort
+from ondevice.core.manifest import JOIN, Manifest, TensorPort
 
 
 def readme(manifest: Manifest) -> str:
@@ -68,6 +68,17 @@ def _experts(manifest: Manifest) -> str:
 each expert with tokens of weight above 0, with the expert's number for `{{expert}}`, and add what it gives to `hidden`.
 Before `block_backward` call `expert_backward` with the same tokens, and put its outputs into `normed_gradient` and
 `routing_gradient`, which are zeros elsewhere.
+{_join(manifest)}"""
+
+
+def _join(manifest: Manifest) -> str:
+    """Describe how a host joins an MLP and the experts next to it."""
+    if not any(name.startswith(JOIN) for name in manifest.program_spec.methods):
+        return ""
+    return """
+Experts stand next to an MLP: sum what `expert_forward` gives to zeros, and hand the sum to `block_join` as
+`experts_sum`, with `hidden` and `dense` of `block_forward`; it gives the block's output. `block_join_backward` gives
+the gradient that `expert_backward` takes, and `block_backward` takes `experts_sum`, too.
 """
 
 

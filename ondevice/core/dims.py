@@ -384,6 +384,8 @@ class MoeDims(ModelDims):
             there is none.
         dense_intermediate: width of the MLP of `dense_layers`, the blocks that have no experts.
         routing: how a token's experts are weighted.
+        beside: experts stand next to an ordinary MLP in every block, with norms of their own; that MLP's linear
+            layers carry adapters.
     """
 
     active_experts: int = 0
@@ -392,10 +394,22 @@ class MoeDims(ModelDims):
     dense_intermediate: int = 0
     dense_layers: tuple[int, ...] = ()
     routing: RoutingTraits = SOFTMAX
+    beside: bool = False
+
+    def mixer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return what `ModelDims.mixer_tensors` does; with experts next to an MLP also `router_scale`, the factor of
+        the router's norm, and `expert_scale`, a factor of each expert's weight."""
+        tensors = super().mixer_tensors(layer)
+        if not self.beside:
+            return tensors
+        own = {"router_scale": (self.hidden,), "expert_scale": (self.experts,)}
+        return tensors | {part: (self.traits.path(part), shape) for part, shape in own.items()}
 
     def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Return those of the mixers, whose linear layers are the only ones that can carry adapters."""
+        """Return those of the mixers, and of an MLP next to the experts: the others carry no adapters."""
         shapes = super()._part_shapes(layer)
+        if self.beside:
+            return shapes
         return {part: shape for part, shape in shapes.items() if part not in GATED_MLP}
 
     def dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
@@ -429,7 +443,8 @@ class MoeDims(ModelDims):
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
         targets = tuple(getattr(config, "target_modules", ()))
-        if targets and targets != tuple(type(config).model_fields["target_modules"].default):
+        default = tuple(type(config).model_fields["target_modules"].default) if targets else ()
+        if targets != default and not self.beside:
             for target in set(targets) & set(GATED_MLP):
                 self.refuse_adapter(target)
         return super().resolve_targets(config)
@@ -446,6 +461,8 @@ class MoeDims(ModelDims):
     def block_parameters(self) -> int:
         traits = self.traits
         kinds = {(traits.mixer(i), i in self.dense_layers): i for i in range(self.layers)}
+        if self.beside:
+            return super().block_parameters + self._sparse_matrices(self.experts)
         return max(
             self._block_parameters(i)
             + (self._mlp(self.dense_intermediate) if dense else self._sparse_matrices(self.experts))

@@ -12,6 +12,8 @@ from ondevice.core.config import StrictConfig
 SCHEMA_VERSION = 2
 LAYER_INPUT = "layer_input_"
 """How the names of functions begin that make a layer's input, of blocks of every kind."""
+JOIN = "block_join_"
+"""How the names of functions begin that join a block's MLP and the experts next to it."""
 EXPERT = "expert_"
 """How the names of functions begin that compute one expert of a layer, of blocks of every kind."""
 
@@ -21,12 +23,12 @@ InputRole = Literal[
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
     "loss_scale", "position", "keys", "values", "layer_input", "shared_keys", "shared_values",
     "keys_gradient", "values_gradient", "routing", "normed_gradient", "routing_gradient",
-    "conv_state", "delta_state",
+    "conv_state", "delta_state", "dense", "experts_sum",
 ]  # fmt: skip
 OutputRole = Literal[
     "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums",
     "keys", "values", "layer_input", "shared_keys", "shared_values", "keys_gradient", "values_gradient",
-    "normed", "routing", "routing_gradient", "conv_state", "delta_state",
+    "normed", "routing", "routing_gradient", "conv_state", "delta_state", "dense",
 ]  # fmt: skip
 
 

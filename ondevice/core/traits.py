@@ -35,7 +35,8 @@ class BlockTraits:
 
     Attributes:
         norms: (place, module) of its norms; places are `before_attention`, `after_attention`, `before_mlp`,
-            `after_mlp`, `after_layer_input` (of a branch, before it is added to the residual), `q` and `k`.
+            `after_mlp`, `after_layer_input` (of a branch, before it is added to the residual), `q` and `k`; if experts
+            stand next to an MLP also `before_experts`, `after_experts` and `after_dense`, of the MLP.
         norm_offset: a norm's factor is 1 + w, not w.
         qk_norm_all: norms of q and k are over all heads together, not over each.
         activation: of the gate: `silu` or `gelu_tanh`.

@@ -31,6 +31,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+FACTORS = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale")
+"""Ends of the names of vectors that multiply."""
+
 
 def build(
     family: str = "llama", seed: int = 0, **sizes: Any
@@ -182,9 +185,7 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=rng)
             if parameter.ndim == 1:
-                scale = name.endswith("norm.weight") or (
-                    ".ln_" in name and name.endswith(".weight")
-                )
+                scale = name.endswith(FACTORS) or (".ln_" in name and name.endswith(".weight"))
                 parameter.copy_(0.1 * noise + float(scale))
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
@@ -198,7 +199,8 @@ def _size_scores(model: PreTrainedModel) -> None:
     """Give scores about unit size in a family whose queries' norms alone make them small.
 
     With norms of 1 they would be of the size of the root of a head's width. Then each token attends
-    to one other, and the least rounding may change to which.
+    to one other, and the least rounding may change to which. A router's scores are divided by the
+    root of the width.
     """
     import torch
 
@@ -206,6 +208,8 @@ def _size_scores(model: PreTrainedModel) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("q_norm.weight"):
                 parameter.mul_(parameter.numel() ** -0.5)
+            elif name.endswith("router.scale"):
+                parameter.mul_(parameter.numel() ** 0.5)
 
 
 def _digest(model: PreTrainedModel) -> str:

@@ -68,6 +68,11 @@ LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "ful
 LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
 GEMMA4: dict[str, Any] = {"family": "gemma4_text", "sizes": {"layers": 4}}
 """The last two layers attend to keys and values of the first two."""
+MIXED: dict[str, Any] = {
+    "family": "gemma4_text",
+    "sizes": {"layers": 2, "enable_moe_block": True},
+}
+"""Experts stand next to each MLP; see `qwen3_moe` below for the number of layers."""
 BIAS: dict[str, Any] = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 SUBSPACE = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 5}
 """The default of prge if PyTorch trains, as `for_training` decides it; fewer rows."""
@@ -118,6 +123,7 @@ EAGER = (
     MESP(settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, **BIAS),
     MESP(family="mistral"),
     MESP(**GEMMA4),
+    MESP(**MIXED),
     *(
         MESP(family=family)
         for family in (
@@ -201,6 +207,7 @@ PROGRAMS = (
     # 7e-8 at first, 1.4e-5 after five steps.
     EXACT(program="blocks of gemma3_text", loss_error=2e-5, adapter_error=3e-5),
     EXACT(program="blocks of gemma4_text"),
+    EXACT(program="blocks of gemma4_text with experts"),
     EXACT(program="blocks of granite"),
     EXACT(program="blocks of granite, in ops"),
     EXACT(program="blocks of granitemoe"),
@@ -258,6 +265,7 @@ MLX = (
     MESP_IN_MLX(family="phi3"),
     MESP_IN_MLX(family="qwen3"),
     MESP_IN_MLX(**GEMMA4),
+    MESP_IN_MLX(**MIXED),
     MESP_IN_MLX(settings=STREAMED, family="qwen3_5_text"),
     # With more layers two experts come within 1e-7 of each other, and either may be a token's.
     MESP_IN_MLX(family="qwen3_moe", sizes={"layers": 1}),

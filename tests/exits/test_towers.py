@@ -15,11 +15,12 @@ from ondevice.models import LoadedModel, load_model
 from ondevice.models.text_model import text_dims, text_model, with_text_names
 from ondevice.nn.adapters import apply_adapter
 from ondevice.training.fuse import PROMPTS, distance, prompt_logits
-from tests.models.checkpoints import save_checkpoint
+from tests.models.checkpoints import save_checkpoint, save_unknown
 
 KNOWN = {
     "gemma-3-4b-it": "gemma3_text",
     "gemma-4-E2B-it": "gemma4_text",
+    "gemma-4-26B-A4B-it": "gemma4_text",
     "LFM2.5-VL-1.6B": "lfm2",
     "Mistral-Small-3.2-24B-Instruct": "mistral",
     "Qwen2-VL-2B-Instruct": "qwen2",
@@ -75,7 +76,7 @@ def test_the_language_model_computes_what_the_checkpoint_computes(
 
 
 def test_a_text_model_and_a_tower_that_is_not_known_stay_as_they_are(tmp_path: Path) -> None:
-    loaded = load_model(str(save_checkpoint(tmp_path / "model", "gemma-4-26B-A4B-it")))
+    loaded = load_model(str(save_unknown(tmp_path / "model")))
     assert text_model(loaded) is loaded
     plain = load_model("tiny:llama")
     assert text_model(plain) is plain

@@ -144,6 +144,15 @@ def save_checkpoint(folder: Path, name: str) -> Path:
     return folder
 
 
+def save_unknown(folder: Path) -> Path:
+    """Write a Gemma 4 whose language model has a trait that its family lacks."""
+    save_checkpoint(folder, "gemma-4-E2B-it")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = "all"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 QWEN_TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n"
     "{%- if message.content is string -%}{{ message.content }}{%- else -%}"

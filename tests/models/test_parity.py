@@ -131,6 +131,7 @@ def test_explicit_causal_mask_is_the_default(family: str) -> None:
         ("gemma4_text", {"tied": False, "layers": 5, "attention_bias": True}),
         ("gemma4_text", {"layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
         ("gemma4_text", {"hidden_size_per_layer_input": 0}),
+        ("gemma4_text", {"enable_moe_block": True, "layers": 5, "num_experts": 5}),
         ("qwen3_5_text", {"tied": False, "layers": 3, "attention_bias": True}),
         ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}),
         (

@@ -107,7 +107,7 @@ class BlockFunctions:
         self.norm = frozen_port(f"{loaded.family.last_norm}.weight", (self.dims.hidden,))
         self.table = self.table_form.ports(EMBEDDING, (self.dims.vocab, self.dims.hidden))
         self.layer_input = self._layer_input_ports()
-        self.mlp = f"{IN_BLOCK}.{loaded.dims.traits.path('mlp')}"
+        self.mlp = f"{IN_BLOCK}.{loaded.dims.traits.path('mlp')}".rstrip(".")
         self.expert_names = tuple(
             f"{self.mlp}.{target.replace('.', '.{expert}.')}" for target in EXPERTS
         )
@@ -133,7 +133,7 @@ class BlockFunctions:
             f"{linear_name(self.loaded, target)}.weight" for target in self.dims.linear_shapes
         }
         matrices |= self._shared_shapes.keys()
-        if isinstance(self.dims, MoeDims):
+        if isinstance(self.dims, MoeDims) and self.dims.dense_layers:
             matrices |= {self._dense_name(part) for part in GATED_MLP}
         tensors = self._packed(EMBEDDING, self.table_form)
         for layer in range(self.dims.layers):
@@ -196,6 +196,11 @@ class BlockFunctions:
     def routes(self, layer: int) -> bool:
         """Return True if that layer's tokens choose experts."""
         return isinstance(self.dims, MoeDims) and layer not in self.dims.dense_layers
+
+    @property
+    def beside(self) -> bool:
+        """True if experts stand next to each block's MLP."""
+        return isinstance(self.dims, MoeDims) and self.dims.beside
 
     def _dense_name(self, part: str) -> str:
         family: Any = self.loaded.family
@@ -488,5 +493,6 @@ def linear_name(loaded: LoadedModel, target: str) -> str:
 def _tensor_name(port_name: str) -> str:
     """The parameter that a port is a part of: `x.weight` of `x.weight_scale`."""
     for suffix in ("_scale", "_min", "_top"):
-        port_name = port_name.removesuffix(suffix)
+        if port_name.endswith(f".weight{suffix}"):
+            return port_name.removesuffix(suffix)
     return port_name

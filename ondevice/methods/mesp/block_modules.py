@@ -124,12 +124,43 @@ class BlockForward(OneBlock):
         block = replace(self.block(adapter, tuple(frozen)), **fields)
         position = (self.cos, self.sin)
         y = self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
+        lent: tuple[Tensor, ...] = ()
+        if self.functions.dims.traits.lends_keys(self.layer):
+            assert block.shared is not None  # noqa: S101 - `read` made it
+            lent = block.shared.taken()
         if block.routed is not None:
-            return y, *block.routed.taken()
-        if not self.functions.dims.traits.lends_keys(self.layer):
-            return y
-        assert block.shared is not None  # noqa: S101 - `read` made it
-        return y, *block.shared.taken()
+            lent += block.routed.taken()
+        return (y, *lent) if lent else y
+
+
+class BlockJoin(OneBlock):
+    """The middle, the normed MLP and the sum of the experts, [N, D] each -> the block's output."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        block, parts, p, _ = self.parts(tensors)
+        return self.blocks.stages.joined_elsewhere(block, *parts, p)
+
+    def parts(
+        self, tensors: tuple[Tensor, ...]
+    ) -> tuple[Block, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+        """Return the block, the parts to join, the layer's input if it has one, and the gradient of
+        the block's output in front of these."""
+        *given, adapter = tensors[: -len(self.functions.frozen(self.layer))]
+        block = self.block(adapter, tensors[-len(self.functions.frozen(self.layer)) :])
+        g = given.pop(0) if len(given) == 4 + bool(self.functions.layer_input) else None
+        m, dense, experts, *own = given
+        return block, (m, dense, experts), own[0] if own else None, g
+
+
+class BlockJoinBackward(BlockJoin):
+    """The gradient of the block's output, and what `BlockJoin` takes -> the gradient of the sum of
+    the experts, [N, D]."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        block, parts, p, g = self.parts(tensors)
+        assert g is not None  # noqa: S101 - a port of this function
+        # The stages write into g, and what comes in is the caller's.
+        return self.blocks.stages.joined_elsewhere_backward(block, parts, p, g.clone())
 
 
 class BlockBackward(OneBlock):
@@ -142,14 +173,16 @@ class BlockBackward(OneBlock):
         gradients = {}
         count = 1 + len(functions.moments)
         fields, (*rest,) = self.read(tensors, True)
-        through_experts = None
+        through_experts = total = None
         if functions.routes(self.layer):
             through_experts = (rest.pop(0), rest.pop(0))
+            total = rest.pop(0) if functions.beside else None
         step, rate, *rest = rest
         vectors = tuple(rest[:count])
         block = replace(self.block(vectors[0], tuple(rest[count:])), **fields)
         if block.routed is not None:
             block.routed.gradients = through_experts
+            block.routed.total = total
         position = (self.cos, self.sin)
 
         def keep(target: str, ga: Tensor, gb: Tensor) -> None:

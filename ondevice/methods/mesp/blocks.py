@@ -16,13 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ondevice.core.manifest import LAYER_INPUT, AdapterEntry, Counter, StateTensor, port
+from ondevice.core.manifest import JOIN, LAYER_INPUT, AdapterEntry, Counter, StateTensor, port
 from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramModule
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp.block_functions import BlockFunctions
-from ondevice.methods.mesp.block_modules import BlockBackward, BlockForward, Embed, LayerInput
+from ondevice.methods.mesp.block_modules import (
+    BlockBackward,
+    BlockForward,
+    BlockJoin,
+    BlockJoinBackward,
+    Embed,
+    LayerInput,
+)
 from ondevice.methods.mesp.cached import cached_modules
-from ondevice.methods.mesp.experts import expert_modules, routing_gradients, routing_ports
+from ondevice.methods.mesp.experts import (
+    expert_modules,
+    join_ports,
+    routing_gradients,
+    routing_ports,
+)
 from ondevice.methods.mesp.frozen import arrays
 from ondevice.methods.mesp.lora import FlatEntry
 from ondevice.methods.mesp.memory import HEAD_ROWS
@@ -154,10 +166,21 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
                         f"block_forward_{size}{end}", forward, inputs, (hidden, *lent), inside
                     )
                 )
+                if functions.beside:
+                    given = (*join_ports(functions, rows * length), *inputs[1 + len(read) :])
+                    join = BlockJoin(functions, rows, length, layer)
+                    name = f"{JOIN}{size}{end}"
+                    modules.append(ProgramModule(name, join, given, (hidden,), inside))
         size = f"{export.batch_size}x{length}"
         hidden = port("hidden", "hidden", (export.batch_size * length, hidden_size))
         gradient = port("gradient", "gradient", hidden.shape)
         for end, layer in layers:
+            if functions.beside:
+                given = (gradient, *join_ports(functions, export.batch_size * length))
+                given += (ranges[0], *functions.frozen(layer))
+                join = BlockJoinBackward(functions, export.batch_size, length, layer)
+                name = f"{JOIN}backward_{size}{end}"
+                modules.append(ProgramModule(name, join, given, (gradient,), inside))
             read, sums = shared_ports(dims, layer, export.batch_size, length, True)
             read += routing_gradients(functions, export.batch_size * length, layer)
             inputs = (hidden, gradient, *read, *scalars, *ranges, *functions.frozen(layer))

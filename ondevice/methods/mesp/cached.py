@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.core.manifest import LAYER_INPUT, port
+from ondevice.core.manifest import JOIN, LAYER_INPUT, port
 from ondevice.core.program import ProgramModule
 from ondevice.core.traits import CONVOLUTION, DELTA
 from ondevice.methods.mesp.block_functions import BlockFunctions
-from ondevice.methods.mesp.block_modules import Embed, LayerInput, OneBlock, seen
-from ondevice.methods.mesp.experts import routing_ports
+from ondevice.methods.mesp.block_modules import BlockJoin, Embed, LayerInput, OneBlock, seen
+from ondevice.methods.mesp.experts import join_ports, routing_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -297,4 +297,8 @@ def cached_modules(
             kind = BlockCached if attends else BlockRecurrent
             full = f"block_{name}{end}"
             modules.append(cached_module(kind, functions, full, tokens, context, adapter, layer))
+            if functions.beside:
+                given = (*join_ports(functions, tokens), adapter, *functions.frozen(layer))
+                join = BlockJoin(functions, 1, tokens, layer)
+                modules.append(ProgramModule(f"{JOIN}{name}{end}", join, given, (hidden,)))
     return modules

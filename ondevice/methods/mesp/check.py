@@ -31,10 +31,12 @@ PLAIN = {"weight_placement": "resident", "activations": "device", "bits": None,
 """Settings of the hand-written backward pass."""
 EXPERTS = "experts"
 """Listed with the traits: an MLP that is a mixture of experts."""
+BESIDE = "beside"
+"""Experts next to an MLP."""
 _TRAITS = tuple(field.name for field in fields(BlockTraits))
-IN_TORCH = IN_MLX = (*_TRAITS, EXPERTS)
+IN_TORCH = IN_MLX = (*_TRAITS, EXPERTS, BESIDE)
 """Traits that the stages in PyTorch and in MLX know."""
-IN_BLOCKS = (*_TRAITS, EXPERTS)
+IN_BLOCKS = (*_TRAITS, EXPERTS, BESIDE)
 """Traits that block programs know."""
 
 
@@ -62,6 +64,13 @@ def check_family(
             f"{dims.experts} experts for each of them",
             received=dims.family,
             hint="--target jetson --quantize none takes it, and `ondevice train` does",
+        )
+    if isinstance(dims, MoeDims) and dims.beside and BESIDE not in known:
+        raise ModelError(
+            f"a block of {dims.family} has experts next to its MLP, which {what} does not do",
+            expected="field 'enable_moe_block' false",
+            received=True,
+            hint="`ondevice train` takes it, in PyTorch",
         )
     if not dims.gated:
         raise ModelError(

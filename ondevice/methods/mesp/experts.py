@@ -108,17 +108,29 @@ def expert_modules(functions: BlockFunctions, most_tokens: int) -> list[ProgramM
 
 def routing_ports(functions: BlockFunctions, tokens: int, layer: int) -> tuple[TensorPort, ...]:
     """Describe what a block's forward pass gives its experts: the normed tokens, and each expert's
-    weight of each; () if it has none."""
+    weight of each; () if it has none. Next to an MLP also what that gives, normed."""
     dims = functions.dims
     if not functions.routes(layer):
         return ()
     normed = port("normed", "normed", (tokens, dims.hidden))
-    return normed, port("routing", "routing", (tokens, dims.experts))
+    ports = (normed, port("routing", "routing", (tokens, dims.experts)))
+    if functions.beside:
+        return *ports, port("dense", "dense", normed.shape)
+    return ports
 
 
 def routing_gradients(functions: BlockFunctions, tokens: int, layer: int) -> tuple[TensorPort, ...]:
-    """Describe what the backward pass takes of them: the gradients of `routing_ports`."""
-    return tuple(
-        port(one.name, f"{one.role}_gradient", one.shape)
-        for one in routing_ports(functions, tokens, layer)
-    )
+    """Describe what the backward pass takes of them: the gradients of `routing_ports`. Next to an
+    MLP also the sum of the experts."""
+    taken = routing_ports(functions, tokens, layer)
+    ports = tuple(port(one.name, f"{one.role}_gradient", one.shape) for one in taken[:2])
+    return (*ports, *(port("experts_sum", "experts_sum", one.shape) for one in taken[2:]))
+
+
+def join_ports(functions: BlockFunctions, tokens: int) -> list[TensorPort]:
+    """Describe what joins a block's MLP and its experts: its middle, its normed MLP and the sum of
+    its experts, and what its layer reads of the tokens."""
+    dims = functions.dims
+    ports = [port(one, one, (tokens, dims.hidden)) for one in ("hidden", "dense", "experts_sum")]
+    width = dims.traits.layer_input
+    return ports + ([port("layer_input", "layer_input", (tokens, width))] if width else [])

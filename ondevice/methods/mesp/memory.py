@@ -237,6 +237,8 @@ def stage_bytes(
     pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
     if isinstance(dims, MoeDims):
         inner = experts_numbers(dims, {linear.target for linear in pairs})
+        if dims.beside:  # gate, up, the MLP's result and their norms wait while experts run
+            inner += 2 * dims.linear_shape("gate_proj")[1] + 2 * dims.hidden
         if dims.dense_layers:  # gate, up and the activated gate, and two of their gradients
             inner = max(inner, 5 * dims.dense_intermediate)
     waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)

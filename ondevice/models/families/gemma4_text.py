@@ -1,15 +1,19 @@
-"""`gemma4_text`: the text of Gemma 4, dense: layers with a window and layers that see all have heads
+"""`gemma4_text`: the text of Gemma 4: layers with a window and layers that see all have heads
 of another width and rotary base; the last layers attend to keys and values of layers before them,
-and each layer reads an embedding of the token for it alone.
+and each layer reads an embedding of the token for it alone. In 26B-A4B experts stand next to each
+layer's MLP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.dims import ModelDims
+from ondevice.core.dims import ModelDims, MoeDims
 from ondevice.core.errors import ModelError
-from ondevice.core.traits import BlockTraits
+from ondevice.core.traits import EXPERTS, BlockTraits, RoutingTraits
 from ondevice.models.families.configuration import (
     ROPE_TYPES,
     UnknownTrait,
@@ -18,6 +22,7 @@ from ondevice.models.families.configuration import (
     read_size,
 )
 from ondevice.models.families.gemma3_text import KINDS, NORMS, Gemma3Text
+from ondevice.models.families.moe import moe_dims, sum_of_experts
 from ondevice.models.families.traited import window_mask
 
 if TYPE_CHECKING:
@@ -25,12 +30,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.gguf.metadata import Metadata
+    from ondevice.nn.experts import ExpertLora
 
 FULL = KINDS[0]
 SLIDING = KINDS[1]
 LAYER_LINEARS = {"layer_gate": "per_layer_input_gate", "layer_out": "per_layer_projection"}
 LAYER_TENSORS = {"output_scale": "layer_scalar"}
 LAYER_NORM = {"after_layer_input": "post_per_layer_input_norm"}
+MIXTURE_NORMS = {
+    "before_experts": "pre_feedforward_layernorm_2",
+    "after_experts": "post_feedforward_layernorm_2",
+    "after_dense": "post_feedforward_layernorm_1",
+}
+MIXTURE_PATHS = {
+    "mlp": "",
+    "mlp.gate": "router.proj",
+    "router_scale": "router.scale",
+    "expert_scale": "router.per_expert_scale",
+}
+"""The experts are the block's own module, not a part of its MLP."""
 INPUTS = (
     "model.embed_tokens_per_layer.weight",
     "model.per_layer_model_projection.weight",
@@ -63,7 +81,9 @@ class Gemma4Text(Gemma3Text):
     gguf_architecture = "gemma4"
     input_tensors = INPUTS
     linear_targets = (*Gemma3Text.linear_targets, *LAYER_LINEARS.values())
-    linear_parents = Gemma3Text.linear_parents | dict.fromkeys(LAYER_LINEARS.values(), "")
+    linear_parents = Gemma3Text.linear_parents | dict.fromkeys(
+        (*LAYER_LINEARS.values(), *EXPERTS), ""
+    )
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
@@ -80,12 +100,17 @@ class Gemma4Text(Gemma3Text):
         double = bool(config.get("use_double_wide_mlp"))
         same = bool(config.get("attention_k_eq_v"))
         width = config.get("hidden_size_per_layer_input", LAYER_WIDTH) or 0
-        norms = NORMS | (LAYER_NORM if width else {})
+        mixed = bool(config.get("enable_moe_block"))
+        norms = NORMS | (LAYER_NORM if width else {}) | (MIXTURE_NORMS if mixed else {})
         traits = BlockTraits(
             norms=tuple(norms.items()),
             activation="gelu_tanh",
             windows=tuple(window if one else 0 for one in sliding) if any(sliding) else (),
-            paths=(*(LAYER_LINEARS.items() if width else ()), *LAYER_TENSORS.items()),
+            paths=(
+                *(LAYER_LINEARS.items() if width else ()),
+                *LAYER_TENSORS.items(),
+                *(MIXTURE_PATHS.items() if mixed else ()),
+            ),
             head_dims=heads,
             key_heads=keys,
             mlp_widths=tuple(
@@ -109,11 +134,12 @@ class Gemma4Text(Gemma3Text):
             "intermediate_size": max(traits.mlp_widths),
         }
         biased = bool(config.get("attention_bias"))
-        return decoder_dims(
+        dims = decoder_dims(
             "gemma4_text", config | own, where,
             qkv_bias=biased, o_bias=biased, mlp_bias=False, traits=traits,
             rope_types=ROPES,
         )  # fmt: skip
+        return _with_experts(dims, config, where) if mixed else dims
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
@@ -139,6 +165,9 @@ class Gemma4Text(Gemma3Text):
                 SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
             },
         }
+        if sizes.get("enable_moe_block"):
+            width = max(8, sizes["intermediate_size"] // 4)
+            own |= {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": width}
         return {**own, **sizes}
 
     @classmethod
@@ -156,6 +185,13 @@ class Gemma4Text(Gemma3Text):
         if width := dims.traits.layer_input:
             own = ((dims.vocab, dims.layers * width), (dims.layers * width, dims.hidden), (width,))
             shapes |= dict(zip(cls.input_tensors, own, strict=True))
+        if isinstance(dims, MoeDims):
+            for i in range(dims.layers):
+                router = f"model.layers.{i}.{dims.traits.path('mlp.gate')}"
+                shapes[f"{router}.weight"] = (dims.experts, dims.hidden)
+            for one in dims.expert_list:
+                shape = (one.experts, one.outputs, one.inputs)
+                shapes[f"model.layers.{one.layer}.{one.target}"] = shape
         return shapes
 
     @classmethod
@@ -267,6 +303,21 @@ class Gemma4Text(Gemma3Text):
             ids, attention_mask=masks, position_ids=position_ids, use_cache=False
         ).last_hidden_state
 
+    def experts_of(
+        self, i: int, x_ND: Tensor, pairs: Mapping[str, ExpertLora] = MappingProxyType({})
+    ) -> Tensor:
+        """Compute what block `i`'s experts add to its MLP, of its middle: [N, hidden] -> [N,
+        hidden]; both norms and the router's are their own.
+
+        Args:
+            pairs: adapters of the experts' matrices, by name in the block.
+        """
+        layer: Any = self.layer(i)
+        _, weights_NK, experts_NK = layer.router(x_ND)
+        n_ND = self._normed(layer, "before_experts", x_ND)
+        routed = sum_of_experts(layer.experts, n_ND, experts_NK, weights_NK, pairs)
+        return self._normed(layer, "after_experts", routed)
+
     def block(self, i: int, h: Tensor, position: Any, mask: Tensor | None = None) -> Tensor:
         """Refuse: a block takes other layers' keys and values, and embeddings of the tokens."""
         raise ModelError(
@@ -283,8 +334,6 @@ def _each(value: Any, layers: int) -> list[int]:
 
 def _refuse(config: dict[str, Any], where: str) -> None:
     """Refuse what these blocks do not do, by UnknownTrait."""
-    if config.get("enable_moe_block"):
-        raise UnknownTrait(f"{where}: field 'enable_moe_block'", expected="false", received=True)
     if config.get("use_bidirectional_attention") == "all":
         raise UnknownTrait(
             f"{where}: field 'use_bidirectional_attention'", expected="null", received="all"
@@ -299,6 +348,19 @@ def _refuse(config: dict[str, Any], where: str) -> None:
             expected=f"one of {', '.join(ROPES)}, of whole heads if it is not {PROPORTIONAL}",
             received=f"{rope_type} of {part or 1} of a head",
         )
+
+
+def _with_experts(dims: ModelDims, config: dict[str, Any], where: str) -> MoeDims:
+    """Add the sizes of the experts next to each layer's MLP, which all must be in the file."""
+    needed = {name: read_size(config, name, where)
+              for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}  # fmt: skip
+    routing = RoutingTraits(normalised=True)
+    mixture = moe_dims(
+        dims, needed, where, experts=0, active=0, expert=0, shared=0,
+        routing=routing, chosen="top_k_experts",
+    )  # fmt: skip
+    width = dims.intermediate + mixture.intermediate
+    return replace(mixture, intermediate=width, beside=True)
 
 
 def _layer_types(config: dict[str, Any], layers: int, where: str) -> list[str]:

@@ -161,18 +161,13 @@ class MoeFamily(TraitFamily):
         """
         from torch.nn.functional import sigmoid
 
-        from ondevice.nn.experts import mixture, pairs_of
-
         mlp: Any = self.layer(i).get_submodule(self.dims.traits.path("mlp"))
         if i in self.dims.dense_layers:
             return mlp(x_ND)
         weights_NK, experts_NK = self.route(mlp, x_ND)
         if self.on_routing is not None:
             self.on_routing(i, experts_NK)
-        experts, held = pairs_of(mlp.experts)
-        held |= {name.removeprefix("experts."): pair for name, pair in pairs.items()}
-        matrices = experts.gate_up_proj, experts.down_proj
-        routed = mixture(x_ND, experts_NK, weights_NK, *matrices, experts.act_fn, held)
+        routed = sum_of_experts(mlp.experts, x_ND, experts_NK, weights_NK, pairs)
         if not self.dims.shared_intermediate:
             return routed
         return routed + sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)
@@ -193,9 +188,11 @@ def moe_dims(
     expert: int,
     shared: int,
     routing: RoutingTraits | None = None,
+    chosen: str = "num_experts_per_tok",
 ) -> MoeDims:
     """Add what a configuration says of experts to a decoder's dimensions; the numbers are
-    transformers' defaults, and `routing` is a softmax's unless it is given.
+    transformers' defaults, and `routing` is a softmax's unless it is given. `chosen` is the field
+    that says how many experts a token has.
 
     Raises:
         ModelError: a size is wrong, or no layer has experts.
@@ -205,12 +202,10 @@ def moe_dims(
         **config,
     }  # transformers 5 writes this name
     experts = read_size(config, "num_experts", where, experts)
-    active = read_size(config, "num_experts_per_tok", where, active)
+    active = read_size(config, chosen, where, active)
     if active > experts:
         expected = f"at most num_experts ({experts})"
-        raise ModelError(
-            f"{where}: field 'num_experts_per_tok'", expected=expected, received=active
-        )
+        raise ModelError(f"{where}: field '{chosen}'", expected=expected, received=active)
     expert = read_size(config, "moe_intermediate_size", where, expert)
     if shared:
         shared = read_size(config, "shared_expert_intermediate_size", where, shared)
@@ -235,6 +230,27 @@ def moe_dims(
         dense_layers=dense_layers,
         routing=routing,
     )
+
+
+def sum_of_experts(
+    module: Any,
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    pairs: Mapping[str, ExpertLora],
+) -> Tensor:
+    """Compute the weighted sum of each token's experts, of transformers' module of them: [N,
+    hidden].
+
+    Args:
+        pairs: see `MoeFamily.mlp_of`.
+    """
+    from ondevice.nn.experts import mixture, pairs_of
+
+    experts, held = pairs_of(module)
+    held |= {name.removeprefix("experts."): pair for name, pair in pairs.items()}
+    matrices = experts.gate_up_proj, experts.down_proj
+    return mixture(x_ND, experts_NK, weights_NK, *matrices, experts.act_fn, held)
 
 
 def refuse_window(config: dict[str, Any], where: str) -> None:

@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {**SMALL, "layers": 4, "moe_intermediate_size": 32}),
     "gemma4_text": ("gemma4_text", {**SMALL, "layers": 5}),
     "gemma4_text without inputs of layers": ("gemma4_text", SMALL | DENSE_GEMMA4),
+    "gemma4_text with experts": (
+        "gemma4_text",
+        {**SMALL, "layers": 5, "enable_moe_block": True, "moe_intermediate_size": 32},
+    ),
     "qwen3_5_text": ("qwen3_5_text", {**SMALL, "layers": 3}),
     "gemma3_text": ("gemma3_text", {**SMALL, "layers": 3, "sliding_window": 12}),
     "granite": ("granite", {**SMALL, "layers": 2}),

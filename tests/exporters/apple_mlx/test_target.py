@@ -46,6 +46,7 @@ KINDS = {
                             "optimizer": "sgd", "loss_chunk_tokens": 7}),
     "gemma3_text": ("gemma3_text", {"layers": 3}, {"rank": 2}),
     "gemma4_text": ("gemma4_text", {"layers": 4}, {"rank": 2}),
+    "gemma4_text with experts": ("gemma4_text", {"layers": 4, "enable_moe_block": True}, {"rank": 2}),
     "lfm2": ("lfm2", {"layers": 3}, {"rank": 2}),
     "phi3 in 4 bits": ("phi3", {}, {"rank": 2, "bits": 4}),
 }  # fmt: skip

@@ -102,7 +102,8 @@ def _forward(settings: Settings, length_tokens: int, row_tokens: int) -> list[In
     if row_tokens:
         listed = _rows_apart(listed)
     if not settings.routes:
-        return [*listed, _mlp_norm(settings), *_mlp_tiles(settings), *_end(settings)]
+        listed += [_mlp_norm(settings), *_mlp_tiles(settings)]
+        return [*listed, *_experts_beside(settings, length_tokens), *_end(settings, length_tokens)]
     chunks = settings.query_bounds(length_tokens)
     for i, (low, high) in enumerate(chunks):
         inputs = {"m": Operand("m", 1, low, high)} | _experts(settings)
@@ -110,9 +111,40 @@ def _forward(settings: Settings, length_tokens: int, row_tokens: int) -> list[In
     return [*listed, Instruction("mixture_end", same(*numbered("x", chunks)), named("x"))]
 
 
-def _end(settings: Settings) -> list[Instruction]:
+def _experts_beside(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """m -> r, in chunks, of experts next to the MLP; nothing if there are none."""
+    if not settings.beside:
+        return []
+    return [
+        Instruction("experts", {"m": Operand("m", 1, *chunk)} | _experts(settings), {"r": f"r@{i}"})
+        for i, chunk in enumerate(settings.query_bounds(length_tokens))
+    ]
+
+
+def _experts_beside_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """The gradients of r and of m without them -> that of m."""
+    listed = []
+    chunks = settings.query_bounds(length_tokens)
+    for i, chunk in enumerate(chunks):
+        inputs = {"m": Operand("m", 1, *chunk), "g.r": Operand(f"g.r@{i}")} | _experts(settings)
+        inputs["sum.m"] = Operand("g.m", 1, *chunk)
+        listed.append(Instruction("experts_backward", inputs, {"g.m": f"g.m@{i}"}))
+    joined = {f"x@{i}": Operand(f"g.m@{i}") for i in range(len(chunks))}
+    return [*listed, Instruction("mixture_end", joined, {"x": "g.m"})]
+
+
+def _branch(settings: Settings, length_tokens: int) -> Operands:
+    """What the end of the MLP's branch takes in addition to y."""
+    inputs = same("m", when=settings.branch_apart) | norm_of(settings, "after_mlp")
+    if settings.beside:
+        inputs |= norm_of(settings, "after_dense")
+        inputs |= same(*numbered("r", settings.query_bounds(length_tokens)))
+    return inputs
+
+
+def _end(settings: Settings, length_tokens: int) -> list[Instruction]:
     """y -> the next block's input, and e in front of the norms after the MLP."""
-    branch = same("m", when=settings.branch_apart) | norm_of(settings, "after_mlp")
+    branch = _branch(settings, length_tokens)
     if not settings.has_behind:
         return [Instruction("end", same("y") | branch, named("x"))]
     end = Instruction("end", same("y") | branch, {"x": "e"})
@@ -129,13 +161,13 @@ def _behind(settings: Settings) -> Operands:
     return inputs
 
 
-def _behind_backward(settings: Settings) -> list[Instruction]:
+def _behind_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """y and g, the gradient of the block's output -> g, that of e."""
     outputs = {"g.e": "g"}
     for part in LAYER_INPUT:
         outputs |= trained(settings, part, part)
     inputs = _behind(settings) | {"g.x": Operand("g")}
-    end = _end(settings)[0]
+    end = _end(settings, length_tokens)[0]
     backward = Instruction("behind_backward", inputs, outputs)
     return [end, backward, *updates(settings, *LAYER_INPUT)]
 
@@ -165,7 +197,7 @@ def _backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     listed = mix(settings, length_tokens)
     mixer = settings.mixer
     if not settings.routes:
-        listed += _mlp_backward(settings)
+        listed += _mlp_backward(settings, length_tokens)
         if mixer == CONVOLUTION:
             return [*listed, *convolution_backward(settings, ["g.m"])]
         if mixer == DELTA:
@@ -183,7 +215,12 @@ def _backward(settings: Settings, length_tokens: int) -> list[Instruction]:
 
 def _experts(settings: Settings) -> Operands:
     """The norm before a mixture of experts, and all its arrays."""
-    inputs = norm_of(settings, "before_mlp") | same("router.weight")
+    inputs = same("router.weight")
+    if settings.beside:
+        inputs |= norm_of(settings, "before_experts") | norm_of(settings, "after_experts")
+        inputs |= same("router_scale.weight", "expert_scale.weight")
+    else:
+        inputs |= norm_of(settings, "before_mlp")
     inputs |= same("router.bias", when=settings.routing.bias)
     inputs |= same("shared_gate.weight", when=settings.shared)
     for name in ("experts.gate_up", "experts.down", *SHARED):
@@ -229,18 +266,23 @@ def _mlp(settings: Settings, low: int, high: int) -> Operands:
     return inputs
 
 
-def _mlp_backward(settings: Settings) -> list[Instruction]:
+def _mlp_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """m and g -> g.m."""
     norm = _mlp_norm(settings)
     listed = [norm]
     branch, total = "g", "g"
+    again = [*_mlp_tiles(settings), *_experts_beside(settings, length_tokens)]
     if settings.has_behind:
-        listed += [*_mlp_tiles(settings), *_behind_backward(settings)]
+        listed += [*again, *_behind_backward(settings, length_tokens)]
     if settings.branch_apart:
         if settings.norm("after_mlp") and not settings.has_behind:
-            listed += _mlp_tiles(settings)  # a norm needs its input; a factor only its shape
-        inputs = same("m", "y") | norm_of(settings, "after_mlp") | {"g.x": Operand("g")}
-        listed.append(Instruction("end_backward", inputs, named("g.m", "g.y")))
+            listed += again  # a norm needs its input; a factor only its shape
+        inputs = same("y") | _branch(settings, length_tokens) | {"g.x": Operand("g")}
+        parts = [name for name in inputs if name[:2] == "r@"]
+        outputs = named("g.m", "g.y", *(f"g.{part}" for part in parts))
+        listed.append(Instruction("end_backward", inputs, outputs))
+        if settings.beside:
+            listed += _experts_beside_backward(settings, length_tokens)
         branch, total = "g.y", "g.m"
     # A tile has a range of the columns of down's A and of the rows of gate's and up's B: these are
     # joined. All other gradients are sums over the tiles.

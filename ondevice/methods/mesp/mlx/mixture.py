@@ -2,7 +2,8 @@
 
 With p = softmax(n R^T) over all experts, or the sigmoid of each, a token's experts are the K
 largest of p, or of p and a bias. Their weights w are these p, or p divided by their sum, times a
-factor. The choice itself has no gradient.
+factor, and maybe one of each expert. The choice itself has no gradient. Next to an MLP, router and
+experts read norms of their own.
 
 Shapes, in addition to those of `stages`: N tokens of a chunk, E experts, K of a token, F the width
 of an expert.
@@ -25,7 +26,23 @@ class MixtureStages(Stages):
         """Compute a chunk of m -> the next block's input: m + the weighted sum of its experts."""
         n = self.normed(a, NORMS["before_mlp"], a["m"])
         n = n.reshape(-1, n.shape[-1])
-        logits = (n @ a["router.weight"].astype(n.dtype).T).astype(self.sums)
+        y = self._sum(n, n, a)
+        if self.settings.shared:
+            y = y + self._shared(n, a).astype(self.sums)
+        y = self.scaled(y.reshape(a["m"].shape))
+        return {"x": (a["m"].astype(self.sums) + y).astype(self.dtype)}
+
+    def experts(self, a: Arrays) -> Arrays:
+        """Compute a chunk of m -> r, what experts add to the MLP that they stand next to."""
+        width = self.dims.hidden
+        n = self.normed(a, NORMS["before_experts"], a["m"]).reshape(-1, width)
+        read = self.rms_norm(a["m"], a["router_scale.weight"] * width**-0.5).reshape(-1, width)
+        y = self._sum(n, read, a).reshape(a["m"].shape)
+        return {"r": self.normed(a, NORMS["after_experts"], y)}
+
+    def _sum(self, n: Any, read: Any, a: Arrays) -> Any:
+        """The weighted sum of each token's experts, of n [N, D]; the router reads `read`."""
+        logits = (read @ a["router.weight"].astype(read.dtype).T).astype(self.sums)
         traits = self.settings.routing
         if traits.scores == "sigmoid":
             p = mx.sigmoid(logits)
@@ -37,13 +54,11 @@ class MixtureStages(Stages):
         if traits.normalised:
             w = w / (mx.sum(w, axis=-1, keepdims=True) + traits.least)
         w = w * traits.scale
+        if "expert_scale.weight" in a:
+            w = w * a["expert_scale.weight"].astype(w.dtype)[chosen]
         gate, up = mx.split(self._times(n[:, None], a, "experts.gate_up", chosen), 2, axis=-1)
         out = self._times(self.activated(gate) * up, a, "experts.down", chosen)
-        y = mx.sum(out.astype(self.sums) * w[..., None], axis=1)
-        if self.settings.shared:
-            y = y + self._shared(n, a).astype(self.sums)
-        y = self.scaled(y.reshape(a["m"].shape))
-        return {"x": (a["m"].astype(self.sums) + y).astype(self.dtype)}
+        return mx.sum(out.astype(self.sums) * w[..., None], axis=1)
 
     def mixture_end(self, a: Arrays) -> Arrays:
         """Join the chunks of x."""

@@ -25,6 +25,7 @@ GATE_UP = ("gate_proj", "up_proj")
 NORMS = {
     "before_attention": "input_norm", "after_attention": "attention_norm", "before_mlp": "mlp_norm",
     "after_mlp": "output_norm", "after_layer_input": "layer_out_norm",
+    "before_experts": "experts_norm", "after_experts": "experts_out_norm", "after_dense": "dense_norm",
     "q": "q_norm", "k": "k_norm", "v": "v_norm",
 }  # fmt: skip
 """The norms' names in the instructions, by place (`BlockTraits.norms`)."""
@@ -209,8 +210,13 @@ class Settings:
 
     @property
     def routes(self) -> bool:
-        """The block's tokens choose experts."""
-        return bool(self.active_experts) and not self._dense
+        """The block's tokens choose experts, and there is no MLP next to these."""
+        return bool(self.active_experts) and not self._dense and not self.beside
+
+    @property
+    def beside(self) -> bool:
+        """Experts stand next to the block's MLP."""
+        return isinstance(self.dims, MoeDims) and self.dims.beside
 
     @property
     def routing(self) -> RoutingTraits:

@@ -377,9 +377,12 @@ class Stages:
     def end(self, a: Arrays) -> Arrays:
         """Compute y -> the next block's input in the dtype of activations.
 
-        That is y; or m + y's norm times the model's factor, if the block has such.
+        That is y; or m + y's norm times the model's factor, if the block has such. With experts next
+        to the MLP y is the sum of both, each with its norm.
         """
         y = a["y"]
+        if self.settings.beside:
+            y = self.normed(a, NORMS["after_dense"], y) + joined(a, "r", 1)
         if self.settings.branch_apart:
             y = a["m"].astype(self.sums) + self.scaled(self.normed(a, NORMS["after_mlp"], y))
         return {"x": y.astype(self.dtype)}

@@ -299,9 +299,9 @@ class Source:
             family: Any = self.family
             for part in dims.dense_shapes(layer):
                 arrays |= self.matrix(f"{prefix}.{family.dense_path(part)}", part)
-        if settings.at(layer).routes:
+        if settings.at(layer).routes or settings.beside:
             mlp, router = (f"{prefix}.{dims.traits.path(part)}" for part in ("mlp", "mlp.gate"))
-            arrays |= self.experts(mlp, router)
+            arrays |= self.experts(mlp.rstrip("."), router)
         mx.eval(arrays)
         return arrays
 

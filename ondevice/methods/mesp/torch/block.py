@@ -85,6 +85,8 @@ class Routed:
             expert.
         gradients: of `normed` through the chosen experts, [N, D], and of `weights`, [N, experts],
             0 where `weights` is; for the backward pass.
+        dense: the normed MLP next to the experts, [N, D], from the forward pass on, if there is
+            one; `total` is then the sum of the experts, [N, D], for the backward pass.
     """
 
     router: Tensor
@@ -96,11 +98,14 @@ class Routed:
     normed: Tensor | None = None
     weights: Tensor | None = None
     gradients: tuple[Tensor, Tensor] | None = None
+    dense: Tensor | None = None
+    total: Tensor | None = None
 
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Return `normed` and `weights`."""
+    def taken(self) -> tuple[Tensor, ...]:
+        """Return `normed` and `weights`, and `dense` if there is one."""
         assert self.normed is not None and self.weights is not None  # noqa: S101 - it ran before
-        return self.normed, self.weights
+        mixed = (self.normed, self.weights)
+        return mixed if self.dense is None else (*mixed, self.dense)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class Block:
         layer: its number, which says its window and whether it rotates q and k.
         mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are
             normed, [N, D], and adapters of its experts -> [N, D]; its gradient is autograd's, over
-            only this MLP.
+            only this MLP. If experts stand next to the gated MLP (`Beside`), these with their norms,
+            of the block's middle.
         pairs: these adapters by target, float32.
         mixer: tensors of no linear layer and no norm (`ModelDims.mixer_tensors`), by part; `taps`
             is [channels, taps].

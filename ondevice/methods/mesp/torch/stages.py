@@ -19,17 +19,16 @@ from torch import Tensor
 
 from ondevice.core.traits import ATTENDS, CONVOLUTION, DELTA
 from ondevice.methods.mesp.torch.attention import Attention
+from ondevice.methods.mesp.torch.beside import Beside
 from ondevice.methods.mesp.torch.block import Block, OnGradient
 from ondevice.methods.mesp.torch.convolution import Convolution
 from ondevice.methods.mesp.torch.delta import Delta
 from ondevice.methods.mesp.torch.kept import Kept
 from ondevice.methods.mesp.torch.kernels import Dense, Position
-from ondevice.methods.mesp.torch.mlp import BehindMlp, Mlp
-from ondevice.methods.mesp.torch.routing import Routing
 from ondevice.nn.cross_entropy import row_chunks
 
 
-class Stages(Attention, Convolution, Delta, Mlp, BehindMlp, Routing):
+class Stages(Attention, Convolution, Delta, Beside):
     """The stages by name; shapes of a call come with `rows`."""
 
     def out(self, block: Block, x: Tensor, o: Tensor) -> Tensor:
@@ -200,6 +199,8 @@ class Blocks:
     def _mlp(self, block: Block, m: Tensor, kept: Kept | None = None) -> Tensor:
         """m + the MLP of it, in m's memory."""
         s = self.stages
+        if s.has_beside(block):
+            return s.beside(block, m)
         if block.routed is not None:
             return s.routed(block, m)
         if block.mlp is not None:
@@ -249,6 +250,8 @@ class Blocks:
         p: Tensor | None,
     ) -> Tensor:
         s = self.stages
+        if s.has_beside(block):
+            return s.beside_backward(block, m, p, g, on_gradient)
         if block.routed is not None:
             return s.routed_backward(block, m, g)
         if block.mlp is not None:

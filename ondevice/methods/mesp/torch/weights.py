@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ondevice.core.dims import MoeDims
 from ondevice.methods.mesp.check import check_resident
 from ondevice.methods.mesp.torch.block import OtherMlp
 from ondevice.methods.mesp.torch.kernels import Dense, Matrix, Position
-from ondevice.models.families.moe import MoeFamily
 from ondevice.nn.cross_entropy import wide
 from ondevice.nn.layer_inputs import LayerInputs
 from ondevice.nn.packed import Int8Matrix, Nf4Matrix, PackedLinear
@@ -136,9 +136,10 @@ class Resident:
         norms = {place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}
         norms |= plain_norms(self.dims, i, family.embedding.weight)
         mlp = None
-        if isinstance(family, MoeFamily):
+        if isinstance(self.dims, MoeDims):
             layer.get_submodule(traits.path("mlp")).to(device)
-            mlp = partial(family.mlp_of, i)
+            owner: Any = family
+            mlp = partial(owner.experts_of if self.dims.beside else owner.mlp_of, i)
         mixer = {
             part: mixer_tensor(attrgetter(name)(layer).detach().to(device))
             for part, (name, _) in self.dims.mixer_tensors(i).items()

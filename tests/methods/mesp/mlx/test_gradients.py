@@ -263,6 +263,11 @@ FAMILIES = {
     "gemma4_text, keys are values": {
         "layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
+    "gemma4_text, experts": {"layers": 5, "enable_moe_block": True, "top_k_experts": 3},
+    "gemma4_text, 26B-A4B": {
+        "layers": 4, "enable_moe_block": True, "num_kv_shared_layers": 0, "num_experts": 5,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "moe_intermediate_size": 9,
+    },
     "granite": {},
     "granitemoe": {"num_experts_per_tok": 3},
     "lfm2": {"conv_L_cache": 4, "layers": 3},
@@ -297,6 +302,8 @@ def test_families_with_traits_of_their_own_have_exact_gradients(
     if family.startswith("gemma4_text"):
         settings["target_modules"] = ("q_proj", "k_proj", "o_proj", "down_proj", "up_proj",
                                       "per_layer_input_gate", "per_layer_projection")  # fmt: skip
+        if "hidden_size_per_layer_input" in sizes:
+            settings["target_modules"] = settings["target_modules"][:5]
     config = method_config("mesp", settings)
     session = open_session(open_model(str(folder)), config, 3, backend="mlx")
     session.model.settings = replace(session.model.settings, query_chunk_tokens=5)

@@ -20,6 +20,7 @@ from tests.methods.mesp.reference import errors, exact, learned, rows, session
 from tests.methods.mesp.torch.live import LiveBytes
 from tests.methods.reference import in_double
 
+BESIDE = {"enable_moe_block": True}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "normalised, some without": (
@@ -34,12 +35,35 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
     ),
+    "next to an MLP": ("gemma4_text", {**BESIDE, "layers": 5}),
+    "next to an MLP, 26B-A4B": (
+        "gemma4_text",
+        {
+            **BESIDE,
+            "layers": 4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_experts": 5,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 9,
+        },
+    ),
 }
 
 
+FAMILIES = ("gemma4_text", "granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe")
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MIXERS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj")
+
+
+def of_family(family: str, chosen: int = 2) -> dict[str, Any]:
+    """The fields that give a token so many experts."""
+    if family == "gemma4_text":
+        return {**BESIDE, "top_k_experts": chosen}
+    return {"num_experts_per_tok": chosen}
 
 
 @pytest.mark.sampled
@@ -66,9 +90,9 @@ def test_gradients_match_autograd_through_transformers(form: str, targets: tuple
     assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path: Path) -> None:
-    folder = str(save_tiny(tmp_path / "model", family, 3))
+    folder = str(save_tiny(tmp_path / "model", family, 3, **of_family(family)))
     ids, labels = rows(2, 12, 2)
     opened = open_session(load_model(folder), method_config("mesp", {"rank": 2}), 3)
     losses = [opened.step(ids, labels, step, 1e-2).loss for step in range(3)]
@@ -95,7 +119,7 @@ def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path
 @pytest.mark.parametrize(
     ("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)]
 )
-@pytest.mark.parametrize("family", ["granitemoe", "lfm2_moe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_is_within_15_percent_of_a_step(
     family: str, chosen: int, targets: tuple[str, ...]
 ) -> None:
@@ -110,7 +134,7 @@ def test_the_plan_is_within_15_percent_of_a_step(
     if family == "lfm2_moe" and targets == ATTENTION:
         targets = MIXERS
     opened = session(
-        tiny_model(family, num_experts_per_tok=chosen, **sizes),
+        tiny_model(family, **of_family(family, chosen), **sizes),
         loss_tiles=4,
         target_modules=targets,
     )

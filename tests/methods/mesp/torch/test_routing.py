@@ -3,13 +3,14 @@ gathered and added up by the host, against autograd in float64."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from ondevice.core.registry import method_config
 from ondevice.exporters.executorch.experts import Experts
@@ -19,6 +20,7 @@ from ondevice.methods.mesp.torch.block import Block
 from ondevice.methods.mesp.torch.graph_kernels import GraphKernels
 from ondevice.methods.mesp.torch.stages import Blocks, Stages
 from ondevice.models import tiny_model
+from tests.methods.reference import in_double
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "normalised": ("qwen3_moe", {}),
@@ -34,6 +36,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "every expert": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 3}),
 }
+BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "next to an MLP": ("gemma4_text", {"enable_moe_block": True, "num_experts": 5}),
+    "three of five": (
+        "gemma4_text",
+        {"enable_moe_block": True, "top_k_experts": 3, "num_experts": 5},
+    ),
+}
 TOKENS = 23
 
 
@@ -41,7 +50,7 @@ class _Mixture:
     """Layer 0 of a tiny model in float64, cut at its experts."""
 
     def __init__(self, form: str) -> None:
-        family, sizes = FORMS[form]
+        family, sizes = (FORMS | BESIDE)[form]
         self.loaded = tiny_model(family, 3, **sizes)
         self.loaded.model.double()
         self.functions = BlockFunctions(self.loaded, method_config("mesp", {"rank": 2}))
@@ -131,6 +140,43 @@ def test_a_mixture_cut_at_its_experts_has_the_gradients_of_autograd(form: str) -
     block.routed.gradients = mixture.experts.backward(0, outputs, g)
     gm = mixture.blocks._mlp_backward(block, m, g.clone(), lambda *_: None)
     torch.testing.assert_close(gm, gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", BESIDE)
+def test_experts_cut_from_the_mlp_next_to_them_have_the_gradients_of_autograd(form: str) -> None:
+    """Of all that follows attention; a router's softmax goes through float32 in transformers."""
+    mixture = _Mixture(form)
+    in_double(mixture.loaded.model)
+    random = torch.Generator().manual_seed(1)
+    m, g = (torch.randn(TOKENS, 64, dtype=torch.float64, generator=random) for _ in range(2))
+    p = torch.randn(TOKENS, 32, dtype=torch.float64, generator=random)
+    family: Any = mixture.loaded.family
+    layer = family.layer(0)
+    leaf = m.clone().requires_grad_(True)
+    dense = layer.post_feedforward_layernorm_1(layer.mlp(layer.pre_feedforward_layernorm(leaf)))
+    y = leaf + layer.post_feedforward_layernorm(dense + family.experts_of(0, leaf))
+    gated = gelu(layer.per_layer_input_gate(y), approximate="tanh") * p
+    y = y + layer.post_per_layer_input_norm(layer.per_layer_projection(gated))
+    wanted = y * layer.layer_scalar
+    (gradient,) = torch.autograd.grad(wanted, leaf, g)
+
+    functions = mixture.functions
+    adapter = torch.zeros(functions.layer_size, dtype=torch.float64)
+    frozen = tuple(mixture.tensors().values())
+    block = replace(functions.block(adapter, frozen, {}), layer_input=p)
+    stages = mixture.blocks.stages
+    assert stages.behind(block, mixture.blocks._mlp(block, m), p) is m
+    routed: Any = block.routed
+    normed, routing, dense = routed.taken()
+    outputs = {"normed": normed, "routing": routing}
+    routed.total = mixture.experts.total(0, outputs)
+    parts = (m, dense, routed.total)
+    received = stages.joined_elsewhere(block, *parts, p)
+    torch.testing.assert_close(received, wanted.detach(), rtol=1e-6, atol=1e-6)
+    gsum = stages.joined_elsewhere_backward(block, parts, p, g.clone())
+    routed.gradients = mixture.experts.backward(0, outputs, gsum)
+    gm = mixture.blocks._mlp_backward(block, m, g.clone(), lambda *_: None)
+    torch.testing.assert_close(gm, gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_only_chosen_experts_are_called_and_padding_chooses_none() -> None:
