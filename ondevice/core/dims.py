@@ -399,18 +399,17 @@ class MoeDims(ModelDims):
     def mixer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return what `ModelDims.mixer_tensors` does; with experts next to an MLP also `router_scale`, the factor of
         the router's norm, and `expert_scale`, a factor of each expert's weight."""
-        tensors = super().mixer_tensors(layer)
-        if not self.beside:
-            return tensors
-        own = {"router_scale": (self.hidden,), "expert_scale": (self.experts,)}
-        return tensors | {part: (self.traits.path(part), shape) for part, shape in own.items()}
+        own = (
+            {"router_scale": (self.hidden,), "expert_scale": (self.experts,)} if self.beside else {}
+        )
+        tensors = {part: (self.traits.path(part), shape) for part, shape in own.items()}
+        return super().mixer_tensors(layer) | tensors
 
     def _part_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Return those of the mixers, and of an MLP next to the experts: the others carry no adapters."""
+        without = () if self.beside else GATED_MLP
         shapes = super()._part_shapes(layer)
-        if self.beside:
-            return shapes
-        return {part: shape for part, shape in shapes.items() if part not in GATED_MLP}
+        return {part: shape for part, shape in shapes.items() if part not in without}
 
     def dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of the MLP's matrices of a layer of `dense_layers`, by part; {} of another."""
@@ -426,11 +425,9 @@ class MoeDims(ModelDims):
 
     @property
     def expert_list(self) -> tuple[Linear, ...]:
-        width = self.expert_intermediate
-        hidden = self.hidden
-        count = self.experts
+        hidden, width = self.hidden, self.expert_intermediate
         return tuple(
-            Linear(layer, name, *sides, count)
+            Linear(layer, name, *sides, self.experts)
             for layer in range(self.layers)
             if layer not in self.dense_layers
             for name, sides in zip(EXPERTS, ((hidden, 2 * width), (width, hidden)), strict=True)
@@ -459,10 +456,9 @@ class MoeDims(ModelDims):
 
     @property
     def block_parameters(self) -> int:
-        traits = self.traits
-        kinds = {(traits.mixer(i), i in self.dense_layers): i for i in range(self.layers)}
         if self.beside:
             return super().block_parameters + self._sparse_matrices(self.experts)
+        kinds = {(self.traits.mixer(i), i in self.dense_layers): i for i in range(self.layers)}
         return max(
             self._block_parameters(i)
             + (self._mlp(self.dense_intermediate) if dense else self._sparse_matrices(self.experts))

@@ -333,7 +333,7 @@ def claims() -> list[tuple[str, str, str]]:
 
 def family_of(row: Row) -> str:
     """Return the family of the model that a row runs."""
-    from tests.programs import ALL, MODELS
+    from tests.program_tables import ALL, MODELS
 
     return MODELS[ALL[row.program][0]]["family"] if row.program else row.family
 
@@ -341,7 +341,7 @@ def family_of(row: Row) -> str:
 def answers(row: Row) -> bool:
     """Return True if the row's program answers over the weights that are trained on, and its products
     are not of rounded activations."""
-    from tests.programs import BLOCKS
+    from tests.program_tables import BLOCKS
 
     settings = BLOCKS.get(row.program, ("", {}))[1]
     if settings.get("export.answers") == "packed" or settings.get("export.quantize") == "8da4w":

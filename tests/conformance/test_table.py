@@ -53,7 +53,8 @@ from tests.conformance.table import (
 from tests.exits import table as exits
 from tests.methods.reference import batch
 from tests.methods.rounding import ALLOWED, HalfRounding, modelled_errors
-from tests.programs import MODELS, config, marks, model, needs_qnn, program
+from tests.program_tables import MODELS
+from tests.programs import config, marks, model, needs_qnn, program
 
 SEED = 4
 DEFAULTS = {

@@ -209,7 +209,7 @@ class OneBlock(torch.nn.Module):
     "family",
     [
         pytest.param(one, marks=[pytest.mark.nightly] * (one == "qwen3_5_text"))
-        for one in ALONE  # a change lowers a whole program of Qwen 3.5 (tests/programs.py)
+        for one in ALONE  # a change lowers a whole program of Qwen 3.5 (tests/program_tables.py)
     ],
 )
 @torch.no_grad()

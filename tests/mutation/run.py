@@ -149,6 +149,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *MLX,
         "tests/methods/mesp/mlx/test_session.py::test_the_optimizer_updates_as_the_one_of_torch_does",
     ),
+    "ondevice/methods/mesp/mlx/recurrent.py": MLX,
     "ondevice/methods/mesp/mlx/settings.py": (
         "tests/methods/mesp/mlx/test_settings.py",
         *GOLDEN_MLX,

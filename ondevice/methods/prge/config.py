@@ -117,6 +117,9 @@ class PrgeConfig(AnswerLossConfig):
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
 
+    cuda_graphs: bool = True
+    """Run batches of up to 8,192 tokens, of all copies together, as CUDA graphs (torch on CUDA)."""
+
     @model_validator(mode="before")
     @classmethod
     def _paper(cls, values: Any) -> Any:

@@ -21,7 +21,6 @@ from ondevice.nn.graph_loss import labelled_only
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.methods.prge.copies import CopiesGraphs
     from ondevice.models import Family
 
 ADAM = (0.9, 0.999, 1e-8)
@@ -151,8 +150,8 @@ class PrgeProgram(nn.Module):
             family.replace(name, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
-        self.graphs: CopiesGraphs | None = None
-        """What the copies' pass runs as, if all are in one and rows are not packed."""
+        self.run_copies: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Stands for `copies_hidden` if all copies are one pass and rows are not packed."""
         self.labelled_tokens: int | None = None
         """Labelled tokens of a row at most, if shapes are fixed; None computes the loss at all
         positions."""
@@ -264,8 +263,8 @@ class PrgeProgram(nn.Module):
     ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
         passes = self.passes()
-        if len(passes) == 1 and self.graphs is not None and position_ids_BT is None:
-            hidden = self.graphs.hidden(ids_BT, copies_of(0, self.layout.size))
+        if len(passes) == 1 and self.run_copies is not None and position_ids_BT is None:
+            hidden = self.run_copies(ids_BT, copies_of(0, self.layout.size))
             return self._mean_losses(hidden, labels_BT, len(passes[0]))
         prefix = self._run_prefix(ids_BT, position_ids_BT)
         if len(passes) == 1:
@@ -295,13 +294,14 @@ class PrgeProgram(nn.Module):
         hidden = self._run_suffix(prefix.repeat(copies, 1, 1), copies_of, positions)
         return self._mean_losses(hidden, labels_BT, copies)
 
-    def copies_hidden(self, ids_BT: Tensor, copies_GP: Tensor) -> Tensor:
+    def copies_hidden(self, ids_BT: Tensor, copies_GP: Tensor, *placed: Tensor | None) -> Tensor:
         """Return the hidden states of every copy of the flat adapter, [copies * batch, tokens,
-        hidden]."""
-        prefix = self._run_prefix(ids_BT)
+        hidden]; see `hidden`."""
+        prefix = self._run_prefix(ids_BT, *placed)
+        if len(copies_GP) > 1:
+            prefix = prefix.repeat(len(copies_GP), 1, 1)
         return self._run_suffix(
-            prefix.repeat(len(copies_GP), 1, 1),
-            lambda start, count: copies_GP[:, start : start + count],
+            prefix, lambda start, count: copies_GP[:, start : start + count], *placed
         )
 
     def _mean_losses(self, hidden: Tensor, labels_BT: Tensor, copies: int) -> Tensor:
@@ -387,21 +387,14 @@ class PrgeProgram(nn.Module):
             parts.append((adapter - learning_rate * update, mean, square))
         return tuple(_cat(column) for column in zip(*parts, strict=True))
 
-    def hidden(
-        self,
-        ids_ET: Tensor,
-        adapter_P: Tensor,
-        position_ids_ET: Tensor | None = None,
-        branches_ET: Tensor | None = None,
-    ) -> Tensor:
-        """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]; of prompts
-        with their continuations as in `core.session.Branching`."""
-        placed = position_ids_ET, branches_ET
-        return self._run_suffix(
-            self._run_prefix(ids_ET, *placed),
-            lambda start, count: adapter_P[None, start : start + count],
-            *placed,
-        )
+    def hidden(self, ids_ET: Tensor, adapter_P: Tensor, *placed: Tensor | None) -> Tensor:
+        """Return hidden states under the unperturbed adapter, [rows, tokens, hidden].
+
+        Args:
+            placed: positions and branches of prompts with their continuations, as in
+                `core.session.Branching`.
+        """
+        return self.copies_hidden(ids_ET, adapter_P[None], *placed)
 
     def evaluate(
         self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor
@@ -432,7 +425,7 @@ class PrgeProgram(nn.Module):
         return copies_of
 
     def _placed(
-        self, hidden: Tensor, position_ids: Tensor | None, branches: Tensor | None
+        self, hidden: Tensor, position_ids: Tensor | None = None, branches: Tensor | None = None
     ) -> tuple[Any, Tensor | None]:
         """Return what blocks take next to the hidden states: positions and mask."""
         if position_ids is not None and branches is not None:
@@ -442,26 +435,17 @@ class PrgeProgram(nn.Module):
         length = hidden.shape[1]
         return self.family.positions(length, hidden.device, hidden.dtype), self._mask(length)
 
-    def _run_prefix(
-        self,
-        ids_BT: Tensor,
-        position_ids_BT: Tensor | None = None,
-        branches_BT: Tensor | None = None,
-    ) -> Tensor:
-        hidden = self.family.embed(ids_BT, position_ids_BT)
-        position, mask = self._placed(hidden, position_ids_BT, branches_BT)
+    def _run_prefix(self, ids_BT: Tensor, *placed: Tensor | None) -> Tensor:
+        hidden = self.family.embed(ids_BT, *placed[:1])
+        position, mask = self._placed(hidden, *placed)
         for layer in range(self.layout.first_layer):
             hidden = self.family.block(layer, hidden, position, mask)
         return hidden
 
     def _run_suffix(
-        self,
-        hidden_RTD: Tensor,
-        copies_of: CopiesOf,
-        position_ids_RT: Tensor | None = None,
-        branches_RT: Tensor | None = None,
+        self, hidden_RTD: Tensor, copies_of: CopiesOf, *placed: Tensor | None
     ) -> Tensor:
-        position, mask = self._placed(hidden_RTD, position_ids_RT, branches_RT)
+        position, mask = self._placed(hidden_RTD, *placed)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             for entry, copies in self.layer_copies(layer, copies_of):
                 self._give(entry, copies)

@@ -13,7 +13,7 @@ from ondevice.core.errors import CheckpointError, TrainingError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.model_loss import BranchedEvaluation
 from ondevice.methods.prge.config import PrgeConfig
-from ondevice.methods.prge.copies import graphs_for
+from ondevice.methods.prge.copies import CopiesGraphs, graphs_for
 from ondevice.methods.prge.cuda import CudaPrgeProgram
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import CopiesOf, PrgeProgram
@@ -66,8 +66,14 @@ class PrgeSession(BranchedEvaluation, PackingSession):
         self.subspace: SessionSubspace | None = None
         if config.subspace == "gradient":
             self.subspace = SessionSubspace(self.program, config)
-        if self.device.type == "cuda" and self.as_graphs:
-            self.program.graphs = graphs_for(loaded, self.program)
+        self.copies_graphs: CopiesGraphs | None = None
+        if self.device.type == "cuda" and self.as_graphs and config.cuda_graphs:
+            self.run_as(graphs_for(loaded, self.program))
+
+    def run_as(self, graphs: CopiesGraphs | None) -> None:
+        """Run the pass of all copies as these graphs; None runs it as it is."""
+        self.copies_graphs = graphs
+        self.program.run_copies = None if graphs is None else graphs.hidden
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
@@ -110,7 +116,7 @@ class PrgeSession(BranchedEvaluation, PackingSession):
                 expected="`before_step` before the first step",
                 received="step",
             )
-        graphs = self.program.graphs
+        graphs = self.copies_graphs
         if graphs is None:
             return self._stepped(ids, labels, position_ids, step, learning_rate)
         if position_ids is None:
@@ -165,8 +171,8 @@ class PrgeSession(BranchedEvaluation, PackingSession):
             if not entry.diagonal or linear.c_RO is not None:
                 own = self._adapter[None, entry.offset : entry.offset + entry.count]
                 linear.slot.copies = linear.matrices(entry.shaped(own))
-        if self.program.graphs is not None:
-            self.program.graphs.release()
+        if self.copies_graphs is not None:
+            self.copies_graphs.release()
         return self.loaded
 
     @torch.inference_mode()
@@ -177,7 +183,7 @@ class PrgeSession(BranchedEvaluation, PackingSession):
             ids_ET, labels_ET = self._tensors(ids, labels)
             return self.program.evaluate(ids_ET, labels_ET, self._adapter)
 
-        graphs = self.program.graphs
+        graphs = self.copies_graphs
         nll, tokens = compute() if graphs is None else graphs.with_room(compute)
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
@@ -270,21 +276,11 @@ class WholeModelProgram(PrgeProgram):
     """P-RGE's step on a model that runs only as a whole: all copies of all B exist during a pass;
     layers below `top_layers` run once for each copy."""
 
-    def _run_prefix(
-        self,
-        ids_BT: Tensor,
-        position_ids_BT: Tensor | None = None,
-        branches_BT: Tensor | None = None,
-    ) -> Tensor:
+    def _run_prefix(self, ids_BT: Tensor, *placed: Tensor | None) -> Tensor:
         return ids_BT
 
-    def _run_suffix(
-        self,
-        ids_BT: Tensor,
-        copies_of: CopiesOf,
-        position_ids_RT: Tensor | None = None,
-        branches_RT: Tensor | None = None,
-    ) -> Tensor:
+    def _run_suffix(self, ids_BT: Tensor, copies_of: CopiesOf, *placed: Tensor | None) -> Tensor:
+        position_ids_RT = placed[0] if placed else None
         # `repeat` has made [copies, batch, tokens] of [batch, tokens].
         for entry in self.layout.entries:
             self._give(entry, copies_of(entry.offset, entry.count))

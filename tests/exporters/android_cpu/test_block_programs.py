@@ -24,7 +24,8 @@ from ondevice.exporters.executorch import blocks
 from ondevice.models import load_model
 from tests.conformance.table import TABLE
 from tests.methods.reference import batch
-from tests.programs import BLOCKS, model, parameters, program
+from tests.program_tables import BLOCKS
+from tests.programs import model, parameters, program
 
 pytest.importorskip("executorch.exir")
 EXACT_BLOCKS = [name for name in BLOCKS if "8da" not in name]

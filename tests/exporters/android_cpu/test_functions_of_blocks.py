@@ -9,7 +9,8 @@ import pytest
 
 from ondevice.api.export import export
 from tests.eager_program import computing_in_pytorch
-from tests.programs import BLOCKS, config
+from tests.program_tables import BLOCKS
+from tests.programs import config
 
 pytest.importorskip("executorch.exir")
 CONSTANT = "8da8w"

@@ -26,7 +26,8 @@ from ondevice.nn.adapters import adapted
 from tests.eager_program import computing_in_pytorch
 from tests.exporters.android_cpu.test_writing import PROMPT, random_adapter
 from tests.methods.reference import batch
-from tests.programs import SMALL, config
+from tests.program_tables import SMALL
+from tests.programs import config
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch.blocks import BlocksSession

@@ -23,7 +23,8 @@ from ondevice.models import load_model
 from tests.conformance.table import TABLE
 from tests.eager_program import computing_in_pytorch
 from tests.methods.prge.refreshes import hold_two_refreshes
-from tests.programs import PROGRAMS, config, marks, model, program, report
+from tests.program_tables import PROGRAMS
+from tests.programs import config, marks, model, program, report
 
 pytest.importorskip("executorch.exir")
 STOCK = {"aten", "dim_order_ops"}

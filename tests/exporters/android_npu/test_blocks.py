@@ -38,7 +38,8 @@ from ondevice.methods.mesp.torch.weights import halves
 from ondevice.models import load_model, save_tiny
 from ondevice.nn.adapters import adapted
 from tests.methods.reference import batch
-from tests.programs import NPU_BLOCKS, config, marks, model, needs_qnn, program
+from tests.program_tables import NPU_BLOCKS
+from tests.programs import config, marks, model, needs_qnn, program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch.blocks_model import BlocksModel

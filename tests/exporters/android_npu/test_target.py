@@ -30,7 +30,8 @@ from ondevice.methods.prge.program import build_program
 from ondevice.methods.prge.rounding import update_limit
 from ondevice.models import load_model, save_tiny
 from ondevice.runtime_ops import generator
-from tests.programs import NPU, config, marks, needs_qnn, program, report
+from tests.program_tables import NPU
+from tests.programs import config, marks, needs_qnn, program, report
 
 pytest.importorskip("executorch.exir")
 EVERY = [

@@ -10,7 +10,8 @@ from ondevice.api.open import open_artifact
 from tests.cli.command import CommandLine
 from tests.methods.reference import batch
 from tests.models import checkpoints
-from tests.programs import MODELS, needs_qnn
+from tests.program_tables import MODELS
+from tests.programs import needs_qnn
 
 pytest.importorskip("executorch.exir")
 NAME = "gemma-3-4b-it"

@@ -18,7 +18,7 @@ from ondevice.methods.lsp.torch import LspSession  # noqa: E402
 from ondevice.models.load import tiny_model  # noqa: E402
 from ondevice.offload.units import SINGLE  # noqa: E402
 from tests.methods.lsp.ranked import RUNS, checkpoints, compute, data, go_on, learned_pairs, opened  # noqa: E402
-from tests.methods.slideformer.test_ranks import DEVICE, environment, needs_gloo  # noqa: E402
+from tests.methods.slideformer.rank_processes import DEVICE, environment, needs_gloo  # noqa: E402
 from tests.offload import pairs  # noqa: E402
 from tests.ports import free_port  # noqa: E402
 from tests.warm import Warm  # noqa: E402

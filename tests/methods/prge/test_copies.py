@@ -46,7 +46,7 @@ def opened(family: str, recorder: Any, **values: Any) -> PrgeSession:
     """A session of what a GPU has, with a `recorder` in the place of its own."""
     config: Any = method_config("prge", {"queries": 2, "rank": 2, **values})
     session = PrgeSession(tiny_model(family, 1), config, 3)
-    session.program.graphs = CopiesGraphs(recorder, session.program, 8192)
+    session.run_as(CopiesGraphs(recorder, session.program, 8192))
     return session
 
 
@@ -69,7 +69,7 @@ def steps(session: PrgeSession, folder: Path) -> list[tuple[float, ...]]:
 
 
 def made(session: PrgeSession) -> int:
-    graphs = session.program.graphs
+    graphs = session.copies_graphs
     assert graphs is not None
     return len(graphs.made)
 
@@ -87,7 +87,7 @@ def test_steps_as_graphs_change_no_bit(family, values, recorder, tmp_path) -> No
 def test_they_learn_what_steps_without_padding_learn(tmp_path) -> None:
     """Up to the order of float32 sums."""
     plain, graphed = (opened("llama", record, **DEFAULT) for _ in range(2))
-    plain.program.graphs = None
+    plain.run_as(None)
     for ours, theirs in zip(steps(graphed, tmp_path), steps(plain, tmp_path), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4)
 
@@ -96,7 +96,7 @@ def test_a_new_subspace_is_recorded_again(tmp_path) -> None:
     """Whatever lies at the old one's place."""
     session = opened("llama", record, **DEFAULT)
     steps(session, tmp_path)
-    graphs = session.program.graphs
+    graphs = session.copies_graphs
     assert graphs is not None
     before = dict(graphs.made)
     for linear in session.program.linears.values():
@@ -120,7 +120,7 @@ def test_a_step_that_lacks_memory_next_to_graphs_is_taken_without_them(
 
     def scarce(ids: Any, copies: Any) -> Any:
         calls.append(ids.shape)
-        if graphed.program.graphs.made and ids.shape[0] == 1:
+        if graphed.copies_graphs.made and ids.shape[0] == 1:
             raise torch.OutOfMemoryError("none left")
         return hidden(ids, copies)
 
@@ -133,7 +133,7 @@ def test_a_step_that_lacks_memory_next_to_graphs_is_taken_without_them(
 def test_copies_one_after_the_other_run_without() -> None:
     config: Any = method_config("prge", {"batch_signs": False})
     session = PrgeSession(tiny_model("llama", 1), config, 3)
-    assert session.program.graphs is None
+    assert session.copies_graphs is None
     assert graphs_for(session.loaded, session.program) is None
 
 
@@ -141,14 +141,15 @@ def test_copies_one_after_the_other_run_without() -> None:
 @pytest.mark.parametrize(("family", "values"), CASES)
 def test_steps_as_cuda_graphs_learn_what_other_steps_learn(family, values, tmp_path) -> None:
     sessions = []
-    for _ in range(2):
+    for graphs in (False, True):
         loaded = tiny_model(family, 1)
         model: Any = loaded.model
         model.cuda()
-        config: Any = method_config("prge", {"queries": 2, "rank": 2, **values})
+        chosen = {"queries": 2, "rank": 2, "cuda_graphs": graphs, **values}
+        config: Any = method_config("prge", chosen)
         sessions.append(PrgeSession(loaded, config, 3))
     plain, graphed = sessions
-    plain.program.graphs = None
+    assert plain.copies_graphs is None
     for ours, theirs in zip(steps(graphed, tmp_path), steps(plain, tmp_path), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4)
     assert made(graphed) == 2

@@ -15,11 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ondevice.methods.mesp.mlx.recurrent import RecurrentStages
 from ondevice.methods.mesp.mlx.settings import NORMS
-from ondevice.methods.mesp.mlx.stages import Arrays, Stages, joined
+from ondevice.methods.mesp.mlx.stages import Arrays, joined
 
 
-class MixtureStages(Stages):
+class MixtureStages(RecurrentStages):
     """All stages of a model whose MLPs are mixtures of experts, maybe with a shared expert."""
 
     def mixture(self, a: Arrays) -> Arrays:

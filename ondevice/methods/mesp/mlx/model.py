@@ -12,6 +12,7 @@ import numpy as np
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.mixers import Instruction, Operand
 from ondevice.methods.mesp.mlx.mixture import MixtureStages
+from ondevice.methods.mesp.mlx.recurrent import RecurrentStages
 from ondevice.methods.mesp.mlx.settings import Settings, bounds, ranges
 from ondevice.methods.mesp.mlx.stages import Stages
 from ondevice.methods.mesp.mlx.weights import Block, Weights, select
@@ -36,7 +37,7 @@ class Functions(Protocol):
 
 def own_stages(settings: Settings) -> Stages:
     """Return Python's stages of a run."""
-    stages = MixtureStages if settings.active_experts else Stages
+    stages = MixtureStages if settings.active_experts else RecurrentStages
     return stages(settings)
 
 
