@@ -118,7 +118,7 @@ class PrgeConfig(AnswerLossConfig):
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
 
     cuda_graphs: bool = True
-    """Run batches of up to 8,192 tokens, of all copies together, as CUDA graphs (torch on CUDA)."""
+    """Run the pass of all copies as CUDA graphs (torch on CUDA)."""
 
     @model_validator(mode="before")
     @classmethod
