@@ -137,19 +137,16 @@ class BlockJoin(OneBlock):
     """The middle, the normed MLP and the sum of the experts, [N, D] each -> the block's output."""
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        block, parts, p, _ = self.parts(tensors)
+        block, parts, p = self.parts(tensors)
         return self.blocks.stages.joined_elsewhere(block, *parts, p)
 
     def parts(
         self, tensors: tuple[Tensor, ...]
-    ) -> tuple[Block, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-        """Return the block, the parts to join, the layer's input if it has one, and the gradient of
-        the block's output in front of these."""
-        *given, adapter = tensors[: -len(self.functions.frozen(self.layer))]
+    ) -> tuple[Block, tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Return the block, the parts to join, and the layer's input if it has one."""
+        m, dense, experts, *own, adapter = tensors[: -len(self.functions.frozen(self.layer))]
         block = self.block(adapter, tensors[-len(self.functions.frozen(self.layer)) :])
-        g = given.pop(0) if len(given) == 4 + bool(self.functions.layer_input) else None
-        m, dense, experts, *own = given
-        return block, (m, dense, experts), own[0] if own else None, g
+        return block, (m, dense, experts), own[0] if own else None
 
 
 class BlockJoinBackward(BlockJoin):
@@ -157,10 +154,10 @@ class BlockJoinBackward(BlockJoin):
     the experts, [N, D]."""
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        block, parts, p, g = self.parts(tensors)
-        assert g is not None  # noqa: S101 - a port of this function
-        # The stages write into g, and what comes in is the caller's.
-        return self.blocks.stages.joined_elsewhere_backward(block, parts, p, g.clone())
+        gradient, *rest = tensors
+        block, parts, p = self.parts(tuple(rest))
+        # The stages write into the gradient, and what comes in is the caller's.
+        return self.blocks.stages.joined_elsewhere_backward(block, parts, p, gradient.clone())
 
 
 class BlockBackward(OneBlock):

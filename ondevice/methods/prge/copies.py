@@ -62,6 +62,9 @@ class CopiesGraphs(ShapeGraphs[CopiesPass]):
         self.program = program
         self.copies_GP: Tensor | None = None
         self.places: list[tuple[int, torch.Size]] = []
+        moving = set(map(id, self._of_subspace()))
+        model = program.model
+        self.fixed = [x for x in (*model.parameters(), *model.buffers()) if id(x) not in moving]
 
     def hidden(self, ids_BT: Tensor, copies_GP: Tensor) -> Tensor:
         """Return the hidden states of every copy, in memory that the next call uses.
@@ -72,7 +75,7 @@ class CopiesGraphs(ShapeGraphs[CopiesPass]):
         """
         if self.copies_GP is None:
             self.copies_GP = torch.empty_like(copies_GP)
-        places = [(x.data_ptr(), x.shape) for x in self._read()]
+        places = [(x.data_ptr(), x.shape) for x in (*self.fixed, *self._of_subspace())]
         if places != self.places and self.made:  # a new subspace: graphs read what was there
             self.release()
         self.places = places
@@ -84,10 +87,9 @@ class CopiesGraphs(ShapeGraphs[CopiesPass]):
         found.replay()
         return found.hidden_RTD
 
-    def _read(self) -> list[Tensor]:
-        """Return all tensors that a pass reads in addition to ids and copies."""
-        model = self.program.model
-        tensors: list[Tensor | None] = [*model.parameters(), *model.buffers()]
+    def _of_subspace(self) -> list[Tensor]:
+        """Return what a pass reads that a new subspace may put elsewhere."""
+        tensors: list[Tensor | None] = []
         for linear in self.program.linears.values():
             tensors += [linear.lora_a, linear.c_RO, *(linear.past or ())]
         return [x for x in tensors if x is not None]

@@ -123,10 +123,9 @@ class PrgeSession(BranchedEvaluation, PackingSession):
             ids, labels = padded(ids, labels, None, self.loaded.dims.max_positions)
         else:
             graphs.tell("rows of one sequence are kept apart")
-        with graphs.beside():
-            return graphs.with_room(
-                lambda: self._stepped(ids, labels, position_ids, step, learning_rate)
-            )
+        return graphs.with_room(
+            lambda: self._stepped(ids, labels, position_ids, step, learning_rate)
+        )
 
     def _stepped(
         self,
