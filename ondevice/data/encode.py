@@ -248,19 +248,20 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(tokenizer.convert_tokens_to_ids(mark) for mark in end_marks(tokenizer))
 
 
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize with the special tokens that the tokenizer adds in front, and none at the end."""
-    special = not _has_bos(tokenizer, text)
-    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    eos = tokenizer.eos_token_id
-    while eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
-        ids.pop()
-    return ids
+def _tokenize(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return a text's token ids, and the characters of each token as (start, end).
 
-
-def _has_bos(tokenizer: Any, text: str) -> bool:
-    """Return whether a text already begins with the BOS mark that the tokenizer would add."""
-    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    A tokenizer's own special tokens stand in front, unless the text brings its BOS, and none at the
+    end. Their span is empty, which tells them from marks that the text itself writes.
+    """
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    while ids and ids[-1] == tokenizer.eos_token_id and spans[-1][0] == spans[-1][1]:
+        del ids[-1], spans[-1]
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos) and spans[0][0] == spans[0][1]:
+        return ids[1:], spans[1:]
+    return ids, spans
 
 
 def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
@@ -271,11 +272,11 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     if not row.pairs:
         raise BadRow("messages", "the tokenizer has no chat template")
     # Prompt and answer as one text, as a model would have seen them.
-    pair_ids = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
+    pair_ids = [_tokenize(tokenizer, prompt + answer)[0] for prompt, answer in row.pairs]
     shared: dict[str, list[int]] = {}  # candidates of one prompt share their context
     for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True):
         if prompt not in shared:
-            shared[prompt] = _tokenize(tokenizer, prompt)
+            shared[prompt] = _tokenize(tokenizer, prompt)[0]
         shared[prompt] = shared[prompt][: common_length(shared[prompt], ids)]
     starts = [len(shared[prompt]) for prompt, _ in row.pairs]
     for ids, start in zip(pair_ids, starts, strict=True):
@@ -361,11 +362,7 @@ def _example(ids: list[int], start: int) -> Example:
 def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
     """Cut text into windows of at most `limit` tokens that overlap by one token."""
     text = row.pairs[0][1]
-    special = not _has_bos(tokenizer, text)
-    encoded = tokenizer(
-        text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
-    )
-    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    ids, spans = _tokenize(tokenizer, text)
     if row.end and not _ends(tokenizer, ids):
         ids.append(tokenizer.eos_token_id)
     if len(ids) < 2:
@@ -374,5 +371,5 @@ def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
     for begin in range(0, len(ids) - 1, limit - 1):
         line = row.line
         if not row.end:  # running text, not a document of one line
-            line += bisect_right(newlines, offsets[begin][0] - 1)
+            line += bisect_right(newlines, spans[begin][0] - 1)
         yield Item(_example(ids[begin : begin + limit], 0), line=line, file=row.file)

@@ -28,12 +28,27 @@ WORDS = [
     "  ",
     ".",
     "Yes",
+    "<s>",
+    "</s>",
+    "<|end|>",
+    "<|start|>",
 ]
 texts = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join) | st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), max_size=20
 )
 answers = texts.filter(lambda text: bool(text.strip()))
 kinds = st.sampled_from(["bytes", "bos", "llama"])
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return a text's ids with one BOS in front if the tokenizer has one, and no EOS of its own."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = tokenizer.bos_token
+    return ids if bos is None or text.startswith(bos) else [tokenizer.bos_token_id, *ids]
+
+
+def ended(tokenizer: Any, ids: list[int]) -> list[int]:
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def completion(prompt: str, answer: str, **changes: Any) -> Rows:
@@ -77,10 +92,9 @@ def test_labels_cover_the_answer(
     assert item.example.labels == (IGNORE,) * start + ids[start:]
     assert ids[-1] == tokenizer.eos_token_id and item.dropped_tokens == 0
     if kind == "bytes":  # the byte-level tokenizer loses nothing
-        assert tokenizer.decode(ids[:-1]) == prompt + answer
-    whole = tokenizer(prompt + answer)["input_ids"]
-    assert list(ids) == (whole if kind == "bos" else [*whole, tokenizer.eos_token_id])
-    alone = tokenizer(prompt)["input_ids"][: -1 if kind == "bos" else None]
+        assert tokenizer.decode(ids).removesuffix("<|end|>") == (prompt + answer).removesuffix("<|end|>")
+    assert list(ids) == ended(tokenizer, ids_of(tokenizer, prompt + answer))
+    alone = ids_of(tokenizer, prompt)
     assert list(ids[:start]) == alone[:start]
     if list(ids[: len(alone)]) == alone:
         assert start == len(alone)  # the prompt's ids are a prefix: nothing of it is trained on
@@ -131,7 +145,8 @@ def test_candidates_share_their_context(
         contexts.add(candidate.ids[: len(candidate) - len(labelled(candidate))])
         decoded = tokenizers[kind].decode(labelled(candidate))
         assert decoded.endswith(answer.strip()) and (kind == "llama" or decoded == answer)
-        assert tokenizers[kind].eos_token_id not in candidate.ids
+        ends = candidate.ids.count(tokenizers[kind].eos_token_id)
+        assert ends <= prompt.count(tokenizers[kind].eos_token)
     assert len(contexts) == 1
 
 
@@ -164,9 +179,8 @@ def test_windows_predict_every_token_once(
 ) -> None:
     rows = Rows("f", "text", [Row(1, (("", text),), end=end)])
     dataset = encode(rows, tokenizers[kind], max_length_tokens=limit, allow_empty=True)
-    ids = tokenizers[kind](text)["input_ids"]
-    if end and ids[-1] != tokenizers[kind].eos_token_id:
-        ids.append(tokenizers[kind].eos_token_id)
+    ids = ids_of(tokenizers[kind], text)
+    ids = ended(tokenizers[kind], ids) if end else ids
     if len(ids) < 2:
         assert "fewer than two tokens" in dataset.problems[0].reason
         return
