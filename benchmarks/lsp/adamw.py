@@ -7,6 +7,8 @@ classification head).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,7 @@ class LspAdamW:
     Attributes:
         bias_checks: the last one of every matrix, by parameter name.
         experts: by the number of a matrix that one of them has.
+        sent: what becomes of the gradient of a parameter, or of its change, on its way to AdamW.
 
     Raises:
         ModelError: no parameter is trained.
@@ -51,6 +54,7 @@ class LspAdamW:
             raise ModelError(
                 "no parameter of the model requires a gradient", expected="at least one"
             )
+        self.sent: Callable[[nn.Parameter, Tensor], Tensor] = lambda parameter, gradient: gradient
         plane = Plane(recorder(next(iter(trained.values())).device))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
@@ -109,12 +113,13 @@ class LspAdamW:
             if matrix is None:
                 adam = AdamStep(learning_rate, **self.adam, step=self.count)
                 master = p.data.float()
-                torch_step(master, gradient.float(), m, v, adam)
+                torch_step(master, self.sent(p, gradient).float(), m, v, adam)
                 p.data.copy_(master)
             else:
                 change = torch.zeros_like(m)
                 settings = {**self.adam, "weight_decay": 0.0}
-                torch_step(change, gradient, m, v, AdamStep(1.0, **settings, step=self.count))
+                adam = AdamStep(1.0, **settings, step=self.count)
+                torch_step(change, self.sent(p, gradient), m, v, adam)
                 decay = 1 - learning_rate * self.adam["weight_decay"]
                 weight = self._own(p.data, matrix)
                 matrix.effective(weight, (change * learning_rate).to(p.dtype), decay, weight)

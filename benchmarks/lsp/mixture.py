@@ -10,7 +10,9 @@ which draws rows and projectors.
 
 A variant is a subspace and words after colons: `48:signs:tables` has `projector_values: signs` with
 `nonzeros: 1` instead of four normal numbers a row, and `project_tables: false`; `followed` has
-`projector_values: followed`; `every25` checks projectors every 25 steps; `@2e-3` is its own rate.
+`projector_values: followed`; `every25` checks projectors every 25 steps; `int4` is of gradients;
+`@2e-3` is its own rate. Moments and changes that a check moves are counted apart, in the mean of
+steps.
 With `--log` finished runs are kept there, and what is there is not run again.
 """
 
@@ -43,7 +45,10 @@ COLUMNS = [
     {"key": "trained", "title": f"Training loss, last {LAST} steps", "digits": 4},
     {"key": "gradient_bytes", "title": "Gradients a step (bytes)"},
     {"key": "of_full", "title": "of full", "digits": 3},
+    {"key": "check_bytes", "title": "Checks, of a step (bytes)"},
 ]
+STATES = 3 * 4
+"""Bytes of a number of a change that a refresh moves each way: itself and its moments, float32."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +75,8 @@ def settings_of(variant: str) -> dict[str, Any]:
             settings["projector_values"] = "followed"
         elif word == "tables":
             settings["project_tables"] = False
+        elif word == "int4":
+            settings["gradient_dtype"] = "int4"
         else:
             settings["check_every"] = int(word.removeprefix("every"))
     return settings
@@ -129,6 +136,7 @@ class Runs:
             "loss": [one["loss"] for one in found], "trained": [one["trained"] for one in found],
             "off": [one["loss"] / full["loss"] - 1 for one, full in pairs],
             "of_full": sent / whole[0]["gradient_bytes"],
+            "check_bytes": found[0]["check_bytes"],
         }  # fmt: skip
 
 
@@ -143,8 +151,8 @@ def main() -> None:
     sizes = ", ".join(f"{key} {value}" for key, value in SIZES.items())
     notes = [
         f"tiny:qwen3_moe ({sizes}), {args.before} steps on WikiText-2's bytes (held-out loss "
-        f"{runs.start['loss']:.4f}), then {args.steps} on SST-2's; {ROWS} rows of {LENGTH} bytes a step, float32, "
-        "drawn projectors. Gradients are those of projected matrices and of all that is trained as it is."
+        f"{runs.start['loss']:.4f}), then {args.steps} on SST-2's; {ROWS} rows of {LENGTH} bytes a step, float32. "
+        "Gradients are those of projected matrices and of all that is trained as it is."
     ]  # fmt: skip
     finish(NAME, rows, args, COLUMNS, title="LSP-Offload: a mixture's experts", notes=notes)
 
@@ -173,6 +181,8 @@ def learn(
     for step in range(steps):
         ids = rows_of(data, places.integers(0, ends[0] - LENGTH, ROWS))
         losses.append(engine.step(ids, ids, step, rate))
+    matrices = [m for part in getattr(engine, "parts", ()) for _, m, _ in part.matrices]
+    refreshed = sum(matrix.turn * matrix.numel for matrix in matrices)
     moved = [span[-1] for span in engine.spans if span[0] == "d2h" and span[1] != "activations"]
     held_out = rows_of(data, np.linspace(*ends, HELD_OUT).astype(np.int64))
     nll, labelled = engine.evaluate(held_out, held_out)
@@ -183,6 +193,7 @@ def learn(
         "loss": float(nll.sum() / labelled.sum()),
         "trained": statistics.mean(losses[-LAST:]),
         "gradient_bytes": int(sum(moved)),
+        "check_bytes": STATES * refreshed // steps,
         "weights": trained,
     }
 

@@ -135,6 +135,11 @@ class EngineConfig(StrictConfig):
         return "all"
 
     @property
+    def coded(self) -> bool:
+        """True if the layers' gradients cross the bus in 4 bits (`gradient_codes`)."""
+        return False
+
+    @property
     def updates_last(self) -> bool:
         """True if updates count only from the end of the backward pass on."""
         return self.max_grad_norm is not None and self.clip == "global"

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from ondevice.offload.gradients import square
+from ondevice.runtime_ops import gradient_codes
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event, Lane, Timeline
@@ -63,14 +65,20 @@ class Transfers:
         source: Tensor,
         computed: Event,
         norm: tuple[Tensor | None, Tensor] | None = None,
+        coded: bool = False,
     ) -> Event:
         """Copy gradients to `target`.
 
         Args:
+            coded: in 4 bits; codes are at the beginning of the target's memory then.
             norm: their squared norm, and its target on the host; the first is None if it is there.
         """
         self.device.hold("d2h", computed)
         started = self.device.record("d2h")
+        if coded:
+            with self.device.on("d2h"):
+                source = gradient_codes.encode(source)
+            target = target.view(torch.uint8)[: len(source)]
         self.device.copy("d2h", target, source)
         if norm is not None and norm[0] is not None:
             self.device.copy("d2h", norm[1], norm[0])

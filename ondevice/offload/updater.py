@@ -25,6 +25,7 @@ from ondevice.offload.groups import updates
 from ondevice.offload.presumed import Arrival, Presumed
 from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
+from ondevice.runtime_ops.gradient_codes import coded_bytes, decode
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, HostState, layer_adam, torch_adam
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Updater:
     ) -> None:
         """Update `unit`, this rank's shard, once its gradient is here at `event`, and call `then`;
         `total` is the squared norm of the whole unit's, on the host by then. What is `absent` did
-        not come, and is zero."""
+        not come, and is zero. A layer's gradient is in the memory of the pool, maybe coded."""
         now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)
@@ -153,7 +154,7 @@ class Updater:
             return
 
         def arrived() -> None:
-            _clear(gradient, absent)
+            self._receive(unit, gradient, pooled, absent)
             if self._add_sum(unit, gradient[: unit.numel]) and total is not None:
                 now.squares[unit.index] = float(square(gradient[: unit.numel]))
             elif total is not None:
@@ -216,7 +217,7 @@ class Updater:
         """Add a gradient to those that the next step brings."""
 
         def run() -> None:
-            _clear(gradient, absent)
+            self._receive(unit, gradient, pooled, absent)
             self._sum(unit).add_(gradient[: unit.numel])
             if pooled:
                 self.pool.give(gradient)
@@ -224,6 +225,13 @@ class Updater:
         self.pending[unit.index] = self.worker.submit(
             unit.name, run, unit.order, event.done, event.wait
         )
+
+    def _receive(self, unit: Unit, gradient: Tensor, pooled: bool, absent: Sequence[slice]) -> None:
+        """Make a gradient that has come complete: decode it, and clear what stayed."""
+        if pooled and self.config.coded:
+            codes = gradient.view(torch.uint8)[: coded_bytes(unit.numel)].clone()
+            decode(codes, gradient[: unit.numel], self.threads)
+        _clear(gradient, absent)
 
     def _sum(self, unit: Unit) -> Tensor:
         if unit.index not in self.sums:

@@ -212,7 +212,9 @@ class Window:
             )
             event = ready
             for span in moved:
-                event = self.transfers.to_host(unit, buffer[span], summed[span], ready, norm)
+                event = self.transfers.to_host(
+                    unit, buffer[span], summed[span], ready, norm, self.updater.config.coded
+                )
             then = partial(self.updated, i)
             self.updater.submit(shard, buffer, event, _host(norm), True, then, absent)
             return event

@@ -1,6 +1,7 @@
 // The ops as plain C functions for ctypes; `threads` threads share the work.
 #include "cross_entropy.h"
 #include "generator.h"
+#include "gradient_codes.h"
 #include "q4_linear.h"
 #include "q8_embedding.h"
 #include "rows.h"
@@ -75,6 +76,16 @@ EXPORT void ondevice_add_rows(void* table, const int64_t* rows, int64_t count, i
       ondevice::add_row(static_cast<uint16_t*>(table) + to, static_cast<const uint16_t*>(source) + from, width);
     }
   });
+}
+
+// `count` values of a coded gradient: bfloat16 or float32.
+EXPORT void ondevice_decode_gradient(const uint8_t* codes, int64_t count, void* out, int64_t float32,
+                                     int64_t threads) {
+  if (float32) {
+    ondevice::decode_gradient(codes, count, static_cast<float*>(out), Threads{threads});
+  } else {
+    ondevice::decode_gradient(codes, count, static_cast<uint16_t*>(out), Threads{threads});
+  }
 }
 
 }  // extern "C"

@@ -138,6 +138,8 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
     assert near.code == 2 and "did you mean 'gradient_buffers'" in near.err
     both = refused("c", project="false", weight_dtype="nf4")
     assert both.code == 2 and "project: true" in both.err
+    whole = refused("g", project="false", gradient_dtype="int4")
+    assert whole.code == 2 and "gradient_dtype: int4 is for project: true" in whole.err
     packed = refused("p", projector_values="followed", weight_dtype="nf4", learned="false")
     assert packed.code == 2 and "weight_dtype: nf4 retains all former ones" in packed.err
     two = refused("q", projector_values="followed", learned="true")

@@ -92,7 +92,9 @@ def test_labels_cover_the_answer(
     assert item.example.labels == (IGNORE,) * start + ids[start:]
     assert ids[-1] == tokenizer.eos_token_id and item.dropped_tokens == 0
     if kind == "bytes":  # the byte-level tokenizer loses nothing
-        assert tokenizer.decode(ids).removesuffix("<|end|>") == (prompt + answer).removesuffix("<|end|>")
+        assert tokenizer.decode(ids).removesuffix("<|end|>") == (prompt + answer).removesuffix(
+            "<|end|>"
+        )
     assert list(ids) == ended(tokenizer, ids_of(tokenizer, prompt + answer))
     alone = ids_of(tokenizer, prompt)
     assert list(ids[:start]) == alone[:start]

@@ -19,8 +19,7 @@ class ProjectorConfig(StrictConfig):
     """The subspace that a weight matrix is updated in, and when it is refreshed."""
 
     subspace: int = Field(default=512, ge=1)
-    """Size s: a matrix of m x n sends s x s numbers; a side that is no longer than s stays as it
-    is."""
+    """Size s: a matrix of m x n sends s x s numbers; a side no longer than s stays as it is."""
 
     nonzeros: int = Field(default=8, ge=1)
     """Values other than zero in each row of a projector (d)."""
@@ -39,8 +38,7 @@ class ProjectorConfig(StrictConfig):
     """Projectors are refreshed if ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
 
     learned: bool = False
-    """Learn projectors from the gradient of the check, as the paper does; else new ones are drawn
-    at every check."""
+    """Learn projectors from the check's gradient, as the paper does; else draw new ones."""
 
     learn_rounds: int = Field(default=1, ge=1)
     """Products with the gradient, for each side, when projectors are learned."""
@@ -80,20 +78,21 @@ class LspConfig(EngineConfig, ProjectorConfig):
     """AdamW's learning rate."""
 
     project: bool = True
-    """False sends complete gradients and weights: ZeRO-Offload with either schedule, for
-    comparison."""
+    """False sends complete gradients and weights: ZeRO-Offload, for comparison."""
 
     schedule: Literal["layerwise", "zero"] = "layerwise"
-    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3, the
-    lowest layer first); `zero` updates after the backward pass and waits for it (Algorithm 1)."""
+    """`layerwise` overlaps the layers' transfers (Algorithm 3); `zero` updates after the backward
+    pass and waits for it (Algorithm 1)."""
 
     weight_placement: Literal["device", "host"] = "device"
-    """Placement of the layers' weights: on the accelerator, or in host memory, from which they
-    slide."""
+    """Placement of the layers' weights: the accelerator, or host memory, from which they slide."""
 
     weight_dtype: Literal["compute", "float32", "int8", "nf4"] = "compute"
     """Type of the layers' weights: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on
     the host the compute dtype."""
+
+    gradient_dtype: Literal["compute", "int4"] = "compute"
+    """Type on the bus of the gradients of layers and projected tables; `int4` takes 4.5 bits."""
 
     window: int = Field(default=3, ge=2)
     """Layers whose weights are on the accelerator as they are computed with."""
@@ -116,6 +115,11 @@ class LspConfig(EngineConfig, ProjectorConfig):
     def buffers(self) -> int:
         """See `gradient_buffers`."""
         return self.gradient_buffers
+
+    @property
+    def coded(self) -> bool:
+        """See `gradient_dtype`."""
+        return self.gradient_dtype == "int4"
 
     @property
     def updates_last(self) -> bool:
@@ -144,13 +148,17 @@ class LspConfig(EngineConfig, ProjectorConfig):
             raise ValueError(
                 "moments: int8 cannot be carried into another subspace; float32 or bfloat16 can"
             )
-        if not self.project and (self.weight_placement, self.weight_dtype) != ("device", "compute"):
-            if self.weight_placement == "host":
+        alike = ("device", "compute", "compute")
+        chosen = (self.weight_placement, self.weight_dtype, self.gradient_dtype)
+        if not self.project and chosen != alike:
+            if self.gradient_dtype == "int4":
+                received = "gradient_dtype: int4"
+            elif self.weight_placement == "host":
                 received = "weight_placement: host"
             else:
                 received = f"weight_dtype: {self.weight_dtype}"
             raise ValueError(
-                f"{received} is for project: true; without it all weights are in the compute dtype"
+                f"{received} is for project: true; without it all is in the compute dtype"
             )
         if self.weight_placement == "host" and self.weight_dtype != "compute":
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ondevice.core.dims import MoeDims
+from ondevice.runtime_ops.gradient_codes import coded_bytes
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -191,7 +192,16 @@ def bus_bytes(
         config.window, dims.layers
     )  # up and down; the uppermost are there when it turns
     sliding = fetches * dims.block_parameters * item * slides(dims, config)
-    return moved + kept, moved + kept + sliding
+    return moved - _saved(dims, config, item) + kept, moved + kept + sliding
+
+
+def _saved(dims: ModelDims, config: LspConfig, item: int) -> int:
+    """Return the bytes that gradients in 4 bits save of a step's."""
+    if not config.coded:
+        return 0
+    tables = sum(shape.numel for shape in projected(dims, config) if shape.kind != "layer")
+    numbers = dims.layers * wire(dims, config) + tables
+    return numbers * item - coded_bytes(numbers)
 
 
 def slides(dims: ModelDims, config: LspConfig) -> bool:

@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "drawn": (EXACT, "llama", {"layers": 3, "tied": False}),
     "learned": ({**EXACT, "learned": True, "learn_steps": 2}, "llama", {"layers": 2}),
     "followed": ({**EXACT, "projector_values": "followed"}, "llama", {"layers": 2}),
+    "codes": ({**EXACT, "gradient_dtype": "int4", "learned": False}, "llama", {"layers": 2}),
     "gpt2": (
         {**EXACT, "micro_batch_size": 1, "learned": False, "max_grad_norm": 0.05},
         "gpt2",

@@ -80,11 +80,14 @@ def train(
 
 
 def in_memory(
-    name: str, data: list[Any], projectors: dict[str, Any]
+    name: str, data: list[Any], projectors: dict[str, Any], coded: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
     family, sizes = FAMILIES[name]
     model = tiny_model(family, **sizes).model.float().requires_grad_(True)
     optimizer = LspAdamW(model, ProjectorConfig(**projectors), **ADAM)
+    if coded:
+        rest = id(model.model.norm.weight)
+        optimizer.sent = lambda p, gradient: gradient if id(p) == rest else in_codes(gradient)
     losses = []
     for ids, labels in data:
         loss = model(torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss
@@ -115,6 +118,32 @@ def test_followed_projectors_are_those_in_memory(name: str) -> None:
     ours, trained, _ = train(name, data, **FOLLOWED)
     np.testing.assert_allclose(ours, losses, rtol=1e-4)
     assert furthest(trained, weights) < 5e-3
+
+
+def in_codes(gradient: Any) -> Any:
+    """A gradient as blocks of 32 numbers in 4 bits, written once more; each parameter begins a
+    block of its own."""
+    flat = gradient.double().reshape(-1)
+    read = torch.zeros_like(flat)
+    for low in range(0, len(flat), 32):
+        block = flat[low : low + 32]
+        scale = (block[block.abs().argmax()] / -8).to(torch.bfloat16).double()
+        if scale:
+            read[low : low + 32] = (block / scale).round().clamp(-8, 7) * scale
+    return read.to(gradient.dtype).view(gradient.shape)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen3_moe"])
+def test_gradients_in_4_bits_are_those_in_memory(name: str) -> None:
+    """Across a refresh, and compared with what the codes change: a last bit moves a code by one,
+    which steps add up."""
+    data = batches(4)
+    losses, weights = in_memory(name, data, FOLLOWED, coded=True)
+    ours, trained, _ = train(name, data, gradient_dtype="int4", **FOLLOWED)
+    _, exact, _ = train(name, data, **FOLLOWED)
+    np.testing.assert_allclose(ours, losses, rtol=1e-4)
+    off = sum(float((trained[key] - weights[key]).norm()) for key in trained)
+    assert off < 0.02 * sum(float((trained[key] - exact[key]).norm()) for key in trained)
 
 
 def test_an_expert_without_tokens_follows_the_first_gradient_that_it_has() -> None:

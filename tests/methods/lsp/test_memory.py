@@ -40,6 +40,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"project_tables": False, "projector_values": "signs"}, {"tied": False}),
     ({"projector_values": "followed"}, {"tied": False}),
     ({"projector_values": "followed", "compute": "float32"}, {"family": "qwen3_moe"}),
+    ({"gradient_dtype": "int4"}, {"tied": False}),
+    ({"gradient_dtype": "int4", "project_tables": False, "compute": "float32"}, {"tied": False}),
     ({}, {"family": "granitemoe"}),
     ({}, {"family": "lfm2"}),
     ({}, {"family": "lfm2_moe"}),

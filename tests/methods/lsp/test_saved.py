@@ -47,6 +47,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"learned": False, "micro_batch_size": 2}, True),
     ({"moments": "bfloat16", "weight_decay": 0.1}, True),
     ({"learned": False, "projector_values": "followed", "compute": "float32"}, False),
+    ({"gradient_dtype": "int4", "micro_batch_size": 2}, True),
     ({"disk_fraction": 1.0, "disk_masters": True}, False),
 ]
 
