@@ -94,3 +94,10 @@ def test_codes_of_another_size_are_refused(form) -> None:
     with pytest.raises(DataError) as error:
         decode(torch.zeros(BLOCK_BYTES, dtype=torch.uint8), torch.zeros(33))
     assert error.value.expected == "36 bytes"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_s_codes_are_the_cpu_s(dtype) -> None:
+    given = values(10_001).to(dtype)
+    assert torch.equal(encode(given.cuda()).cpu(), encode(given))

@@ -136,7 +136,8 @@ def recommend(
     """
     request = plan.request
     at = speed(plan.request, rates)
-    unprojected = _with(request, project=False, weight_dtype="compute", weight_placement="device")
+    alike = dict.fromkeys(("weight_dtype", "gradient_dtype"), "compute")
+    unprojected = _with(request, project=False, weight_placement="device", **alike)
     costs = {"given": cost(request, at), "zero": cost(unprojected, at)}
     sentences = [_compared(request, costs["given"], costs["zero"], at)]
     if not at.known:

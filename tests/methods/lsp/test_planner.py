@@ -44,6 +44,11 @@ def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
     whole = 2 * (LLAMA_7B.parameters - (LLAMA_7B.vocab - read) * LLAMA_7B.hidden)
     assert advice["zero"]["to_host_bytes"] == advice["zero"]["to_device_bytes"] == whole
     assert advice["given"]["to_host_s"] == pytest.approx(advice["given"]["to_host_bytes"] / 15e9)
+    coded = (len(MATRICES) + tables) * 512**2 + 64 * 4096  # but for the norm after the layers
+    small = recommend(planned(subspace=512, gradient_dtype="int4"))
+    assert small["given"]["to_host_bytes"] == coded * 18 // 32 + 2 * 4096
+    assert small["given"]["to_device_bytes"] == advice["given"]["to_device_bytes"]
+    assert small["zero"] == advice["zero"]
     window = method_config(
         "lsp", {}
     ).window  # the uppermost layers are there when the backward pass begins
