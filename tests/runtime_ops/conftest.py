@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from ondevice.runtime_ops import build
+from ondevice.runtime_ops import build, native
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +22,12 @@ def processors() -> list[ctypes.CDLL]:
         path = build._build(name, ["layer_adam.cpp"], flags, [])  # of two -march the last counts
         libraries.append(ctypes.CDLL(str(path)))
     return libraries
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of an op on the CPU: compiled, and torch's if there is no compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no compiler")

@@ -11,14 +11,6 @@ from ondevice.runtime_ops import native
 from ondevice.runtime_ops.gradient_codes import BLOCK, BLOCK_BYTES, coded_bytes, decode, encode
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def form(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("no compiler")
-
-
 def values(count: int, seed: int = 0) -> torch.Tensor:
     """Blocks of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from ondevice.core.errors import DataError
-from ondevice.runtime_ops import native, rows
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def form(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("no compiler")
+from ondevice.runtime_ops import rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

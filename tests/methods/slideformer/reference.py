@@ -5,8 +5,9 @@ part under autograd, and gives `torch.optim.AdamW(fused=True)` the gradients con
 `ChunkedLoss`, so that its rounding is the engine's; test_loss.py holds that against `cross_entropy`.
 
 Order of the roundings, which bits depend on: gradients of the micro-batches are rounded to the compute dtype, added in
-float32, in order, and rounded once more. Of a tied embedding the head's are summed over all micro-batches, the
-looked-up rows' too, and then the one is added to the other. (Plain autograd adds head, rows, head, rows.)
+float32, in order, and rounded once more. In float32 the head's chunks are added to one sum. Of a tied embedding the
+head's are summed over all micro-batches, the looked-up rows' too, and then the one is added to the other. (Plain
+autograd adds head, rows, head, rows.)
 """
 
 from __future__ import annotations
@@ -141,11 +142,14 @@ class InMemory:
         totals: dict[str, torch.Tensor] = {}
         heads = torch.zeros_like(self.parameters[self.head], dtype=torch.float32)
         for low in range(0, len(ids), size):
-            part, head = slice(low, low + size), torch.zeros_like(self.parameters[self.head])
+            part, head = slice(low, low + size), heads
+            if self.dtype != torch.float32:
+                head = torch.zeros_like(self.parameters[self.head])
             losses.append(
                 self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head)
             )
-            heads += head
+            if head is not heads:
+                heads += head
             for name, parameter in self.parameters.items():
                 if parameter.grad is not None:
                     totals[name] = totals.get(name, 0.0) + parameter.grad.float()
