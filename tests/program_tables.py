@@ -42,6 +42,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
         "moe_intermediate_size": 32,
     },
+    # Each token takes each expert. If it took two of six, activations in 8 bits would now and then
+    # give it another one, which changes A and B by as much as a gradient left out.
+    "all experts of gemma4_text": {
+        "family": "gemma4_text",
+        **SMALL,
+        "global_head_dim": 48,
+        "enable_moe_block": True,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "top_k_experts": 4,
+    },
     "granite": {"family": "granite", **SMALL, "layers": 2},
     "granitemoe": {"family": "granitemoe", **SMALL, "intermediate": 128},
     "lfm2": {"family": "lfm2", **SMALL, "layers": 3},
@@ -304,6 +315,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         )
         for family, source in (
+            ("gemma4_text with experts", "all experts of gemma4_text"),
             ("granitemoe", "granitemoe"),
             ("lfm2_moe", "three layers of lfm2_moe"),
             ("qwen2_moe", "qwen2_moe"),
@@ -416,6 +428,7 @@ NIGHTLY = {
     "blocks of gemma4_text, int8, answers",
     "blocks of gemma4_text, 8da8w",
     "blocks of gemma4_text with experts",
+    "blocks of gemma4_text with experts, 8da8w",
     "blocks of granitemoe",
     "blocks of granitemoe, 8da8w",
     "blocks of granitemoe, int8",

@@ -234,6 +234,7 @@ PROGRAMS = (
     Q4(program="blocks of qwen3_5_text, q4, answers"),
     # A delta rule multiplies what four products of integers gave.
     INTEGERS(program="blocks of qwen3_5_text, 8da8w", loss_error=3e-2, adapter_error=3e-2),
+    INTEGERS(program="blocks of gemma4_text with experts, 8da8w", adapter_error=1e-3),
     INTEGERS(program="blocks of granitemoe, 8da8w", adapter_error=1e-3),
     # So does this one, and a token between two experts may take the other.
     INTEGERS(program="blocks of lfm2_moe, 8da8w", adapter_error=1e-2),
