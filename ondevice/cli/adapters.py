@@ -11,7 +11,10 @@ from ondevice.cli import common, flags
 from ondevice.cli.common import err, one_of, print_json, show_table, table
 from ondevice.core.errors import ConfigError
 
-FORMS = "executorch, gguf, gguf-lora, gguf-pair, mlx, mlx-model, ollama, peft, safetensors or vllm"
+FORMS = (
+    "executorch, gguf, gguf-lora, gguf-pair, mlx, mlx-model, mlx-pair, ollama, peft, safetensors"
+    " or vllm"
+)
 """The names of `ondevice.exits.form_names`, which a test compares; `--help` reads no folder."""
 To = Annotated[str, typer.Option("--to", help=f"Format: {FORMS}.")]
 WeightsDtype = Annotated[

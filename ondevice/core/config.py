@@ -169,7 +169,7 @@ class AnswerLossConfig(StrictConfig):
         return self
 
 
-BaseWeights = Literal["q4_0"]
+BaseWeights = Literal["q4_0", "mlx_4bit"]
 BASE_WEIGHTS = get_args(BaseWeights)
 """How the frozen weights of an adapter may be rounded."""
 
@@ -178,7 +178,7 @@ class FrozenBaseConfig(StrictConfig):
     """The frozen weights of a method that trains an adapter."""
 
     base: BaseWeights | None = None
-    """`q4_0`: rounded as `ondevice convert --to gguf-pair` writes them, and float32 in memory (torch)."""
+    """Rounded as `convert --to gguf-pair` (`q4_0`) or `mlx-pair` (`mlx_4bit`) writes them, in float32 (torch)."""
 
 
 def parse_bytes(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,9 +86,10 @@ class Form:
         max_rank: the largest rank that the reader takes; None for no limit.
         experts: it takes pairs for experts' matrices.
         check: refuse a model of which there is no such form, from its configuration and tokenizer.
-        apart: the base is written, and the adapter next to it: it is not rounded with it.
         whole: a checkpoint that also reads images stays whole; else only its language model is
             written, as a model of text.
+        rounds: of a form with the adapter next to the base: the type that has the very weights of a
+            training on rounded ones, by their rounding (`Adapter.base_weights`).
     """
 
     name: str
@@ -102,7 +103,7 @@ class Form:
     experts: bool = False
     check: Callable[[Request], None] = takes_all
     whole: bool = False
-    apart: bool = False
+    rounds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def request(self, request: Request) -> Request:
         """Return the request to this form: an adapter under the names that its base has there."""

@@ -86,14 +86,15 @@ class Merge:
     expected: list[Tensor]
 
 
-def open_base(request: Request) -> LoadedModel:
-    """Load the base model in float32 on the CPU, with the weights that the adapter was trained on."""
+def open_base(request: Request, rounded: bool = True) -> LoadedModel:
+    """Load the base model in float32 on the CPU, with the weights that the adapter was trained on,
+    or as they were before their rounding."""
     assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
     _log.info("loading %s", request.model)
     loaded = load_model(request.model, revision=request.revision, dtype="float32")
     if request.text:
         loaded = text_model(loaded)
-    if request.adapter.base_weights:
+    if rounded and request.adapter.base_weights:
         round_weights(loaded, request.adapter.base_weights)
     return loaded
 

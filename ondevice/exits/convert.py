@@ -90,7 +90,7 @@ def convert(
     Args:
         source: an adapter's folder (PEFT's or mlx-lm's), a run's, or an artifact's that holds one.
         to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, gguf-pair, mlx,
-            mlx-model, ollama, peft, safetensors, vllm.
+            mlx-model, mlx-pair, ollama, peft, safetensors, vllm.
         out: the file or folder to write.
         model: the base model, or an artifact made of it; None takes the one that the adapter names.
         dtype: of the weights, if the form has a choice.
@@ -110,8 +110,8 @@ def convert(
     target = Path(out)
     folder = adapter_folder(source)
     adapter = load_adapter(folder)
-    if dtype is None and form.apart and adapter.base_weights in form.dtypes:
-        dtype = adapter.base_weights
+    if dtype is None:
+        dtype = form.rounds.get(adapter.base_weights)
     dtype = _dtype(form, dtype)
     _check_adapter(form, adapter, folder)
     asked, revision = _base(model, revision)
@@ -158,14 +158,18 @@ def convert(
 def _base_notes(form: Form, request: Request) -> tuple[str, ...]:
     """Say that an adapter's base was rounded in the training, if what is written has other weights."""
     kind = request.adapter.base_weights
-    exact = form.apart and request.dtype == kind
+    exact = form.rounds.get(kind) == request.dtype
     if form.merged and request.dtype in _EXACT:
         exact = True
     if not kind or exact:
         return ()
+    ways = [
+        f"--to {name} --dtype {dtype}"
+        for name in form_names()
+        if (dtype := form_of(name).rounds.get(kind))
+    ]
     return (
-        f"the adapter was trained on weights rounded to {kind}, which --to gguf-pair --dtype"
-        f" {kind} writes",
+        f"the adapter was trained on weights rounded to {kind}, which {' or '.join(ways)} writes",
     )
 
 

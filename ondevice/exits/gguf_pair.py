@@ -44,5 +44,5 @@ FORM = Form(
     dtypes=gguf.DTYPES,
     merged=True,
     check=check,
-    apart=True,
+    rounds={"q4_0": "q4_0"},
 )

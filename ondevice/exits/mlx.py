@@ -25,6 +25,11 @@ def check(request: Request) -> None:
 def write(request: Request, folder: Path) -> Checked:
     """Write `adapter_config.json` and `adapters.safetensors`."""
     refuse_own_head(request, "mlx-lm")
+    return write_adapter(request, folder)
+
+
+def write_adapter(request: Request, folder: Path) -> Checked:
+    """Write the files, read them back and compare, over a base that mlx-lm reads as it is."""
     save_mlx_lm_adapter(request.adapter, folder)
     return check_adapter(request, load_mlx_lm_adapter(folder))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,63 +10,60 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import storage_errors, write_tensors
-from ondevice.core.errors import MissingPackageError, ModelError
+from ondevice.core.errors import ModelError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import Rounding, check_merged, merge
+from ondevice.models.mlx_packing import (
+    GROUP,
+    PARTS,
+    check_packs,
+    is_packed,
+    mlx_core,
+    pack,
+    rounded,
+    unpack,
+)
 from ondevice.models.save import FILE_NAME, save_description
 from ondevice.models.text_model import text_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from ondevice.models import LoadedModel
 
 BITS = {"4bit": 4, "8bit": 8}
-GROUP = 64
-PARTS = ("weight", "scales", "biases")
 
 
 def check(request: Request) -> None:
-    """Refuse a mixture of experts, GPT-2, and a type that mlx-lm lacks, with ModelError."""
+    """Refuse a model whose blocks are not known, and what `check_packs` refuses."""
     dims, family = text_dims(str(request.model), request.revision)
-    if dims.experts:
-        raise ModelError(f"a mixture of experts ({dims.family}) has no packed MLX form here")
     if dims.whole:
-        raise dims.unknown("mlx-model")
-    if family.stores_inputs_first:
-        raise ModelError(
-            f"{dims.family} models have no packed MLX form here: mlx-lm names their weights otherwise"
-        )
-    _mlx()
-    check_type(dims.family)
-
-
-def check_type(model_type: str) -> None:
-    """Refuse a model of a type that the installed mlx-lm does not read, with ModelError."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    name = MODEL_REMAPPING.get(model_type, model_type)
-    if importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
-        raise ModelError(
-            f"the installed mlx-lm has no models of type {model_type}",
-            expected="a type that it reads",
-            received=model_type,
-            hint="--to gguf or --to safetensors",
-        )
+        raise dims.unknown("MLX's packed form")
+    check_packs(family, dims)
 
 
 def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, pack with MLX, write, read the file back and compare."""
-    mx = _mlx()
-    bits = BITS[request.dtype]
     merged = merge(request)
-    loaded = merged.loaded
+    limits = write_model(request, merged.loaded, folder)
+    kept = _kept(request, merged.loaded.model.state_dict())
+    written = read_tensors(folder, limits, BITS[request.dtype])
+    return check_merged(request, merged, written, limits, kept)
+
+
+def write_model(request: Request, loaded: LoadedModel, folder: Path) -> dict[str, Rounding]:
+    """Pack a model with MLX and write it with its tokenizer.
+
+    Returns: what each parameter may have been rounded, by transformers' names.
+    """
+    bits = BITS[request.dtype]
     state = loaded.model.state_dict()
-    names = [name for name in type(loaded.family).weight_shapes(loaded.dims) if name in state]
     tensors = {}
     limits = {}
-    for name in names:
+    for name in type(loaded.family).weight_shapes(loaded.dims):
         value = state[name].numpy()
-        if _is_packed(value):
-            for part, array in zip(PARTS, _pack(mx, value, bits)):
+        if is_packed(value.shape):
+            for part, array in zip(PARTS, pack(value, bits)):
                 tensors[_part(name, part)] = array
             limits[name] = Rounding(3.0 / (2**bits - 1), GROUP, 2.0 ** (bits - 25))
         else:
@@ -88,45 +84,23 @@ def write(request: Request, folder: Path) -> Checked:
         config |= {"quantization": {"group_size": GROUP, "bits": bits}}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(folder / FILE_NAME, tensors)
-    kept = _kept(mx, request, state, bits)
-    return check_merged(request, merged, _read(mx, folder, names, bits), limits, kept)
-
-
-def _mlx() -> Any:
-    try:
-        import mlx.core as mx
-        import mlx_lm  # noqa: F401 - reads the folder back
-    except ImportError:
-        raise MissingPackageError(
-            "mlx is not installed", hint="pip install 'ondevice-train[mlx]'"
-        ) from None
-    return mx
-
-
-def _is_packed(value: np.ndarray) -> bool:
-    return value.ndim == 2 and value.shape[1] % GROUP == 0
+    return limits
 
 
 def _part(name: str, part: str) -> str:
     return f"{name.removesuffix('weight')}{part}"
 
 
-def _pack(mx: Any, value: np.ndarray, bits: int) -> list[np.ndarray]:
-    """Codes uint32 [rows, columns * bits / 32], scales and biases float16 [rows, columns / 64]."""
-    with mx.stream(mx.cpu):
-        packed = mx.quantize(mx.array(value.astype(np.float16)), group_size=GROUP, bits=bits)
-        return [np.array(part) for part in packed]
+def read_tensors(folder: Path, names: Iterable[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every parameter of the model that mlx-lm makes of the folder, unpacked.
 
+    Args:
+        names: of the parameters in transformers.
 
-def _unpack(mx: Any, parts: list[Any], bits: int) -> np.ndarray:
-    with mx.stream(mx.cpu):
-        return np.array(mx.dequantize(*map(mx.array, parts), group_size=GROUP, bits=bits)).astype(
-            np.float32
-        )
-
-
-def _read(mx: Any, folder: Path, names: list[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every parameter of the model that mlx-lm makes of the folder, unpacked."""
+    Raises:
+        ModelError: mlx-lm does not read it.
+    """
+    mx = mlx_core()
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model
 
@@ -142,7 +116,7 @@ def _read(mx: Any, folder: Path, names: list[str], bits: int) -> Iterator[tuple[
     for name in names:
         parts = [stored.pop(_part(name, part), None) for part in PARTS]
         if all(part is not None for part in parts):
-            yield name, _unpack(mx, parts, bits)
+            yield name, unpack(parts, bits)
         elif parts[0] is not None:
             value = _as_float32(mx, parts[0])
             if value.ndim == 3:  # a convolution: MLX has the taps before the channels
@@ -157,18 +131,17 @@ def _as_float32(mx: Any, value: Any) -> np.ndarray:
         return np.array(value.astype(mx.float32))
 
 
-def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:
+def _kept(request: Request, state: Any) -> float:
     """Return which share of the adapter's change the rounding left, as for GGUF files."""
+    bits = BITS[request.dtype]
     found = exact = 0.0
     for linear in request.adapter.linears:
         merged, (a, b) = state[f"{linear}.weight"].numpy(), request.adapter.pair(linear)
-        if not _is_packed(merged):
+        if not is_packed(merged.shape):
             continue
         change = request.adapter.alpha / request.adapter.rank * (b @ a)
-        rounded, base = (
-            _unpack(mx, _pack(mx, value, bits), bits) for value in (merged, merged - change)
-        )
-        found += float(np.vdot(rounded - base, change))
+        moved = rounded(merged, bits) - rounded(merged - change, bits)
+        found += float(np.vdot(moved, change))
         exact += float(np.vdot(change, change))
     if exact:
         return found / exact

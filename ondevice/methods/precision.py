@@ -23,9 +23,9 @@ def refuse_float16() -> None:
 
 
 def refuse_base(asked: Asked[Any]) -> None:
-    """See `capabilities.Refuses`: a model without a GGUF form, or not in float32."""
+    """See `capabilities.Refuses`: a model without the form that is rounded to, or not in float32."""
     if asked.config.base:
-        _rounding().check_rounds(asked.dims, asked.dtype, asked.model)
+        _rounding().check_rounds(asked.dims, asked.dtype, asked.model, asked.config.base)
 
 
 def round_base(loaded: LoadedModel, base: str) -> None:
@@ -34,7 +34,7 @@ def round_base(loaded: LoadedModel, base: str) -> None:
 
 
 def _rounding() -> Any:
-    """Return the module that rounds; it loads what writes GGUF files, which few runs need."""
+    """Return the module that rounds; it loads what writes such files, which few runs need."""
     from ondevice.models import rounded
 
     return rounded

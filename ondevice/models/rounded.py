@@ -1,9 +1,11 @@
-"""A model's weights rounded as a GGUF file of it has them: by the code that writes the file."""
+"""A model's weights rounded as a file of it has them, GGUF or MLX's: by the code that writes the
+file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ from ondevice.gguf.names import (
     parts_of,
 )
 from ondevice.gguf.quants import rounded, types_of
+from ondevice.models import mlx_packing
 from ondevice.models.registry import family_for
 from ondevice.models.text_model import text_model
 
@@ -30,19 +33,23 @@ if TYPE_CHECKING:
     from ondevice.models.families.base import Family
     from ondevice.models.load import LoadedModel
 
+MLX_BITS = {"mlx_4bit": 4}
+"""Kinds of rounding that are MLX's; every other is a type of GGUF files."""
 _ROUNDED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def check_rounds(dims: ModelDims, dtype: str, model: str) -> None:
-    """Refuse a model whose weights cannot be rounded as a GGUF file has them.
+def check_rounds(dims: ModelDims, dtype: str, model: str, kind: str) -> None:
+    """Refuse a model whose weights cannot be rounded as a file of it has them.
 
     Args:
         dtype: of its weights in memory.
         model: its source, for messages.
+        kind: of `core.config.BASE_WEIGHTS`.
 
     Raises:
         ConfigError: the weights would be rounded once more.
-        ModelError: the model has no GGUF form.
+        ModelError: the model has no such file.
+        MissingPackageError: mlx is not installed, and the kind is MLX's.
     """
     if dtype != "float32":
         raise ConfigError(
@@ -53,19 +60,22 @@ def check_rounds(dims: ModelDims, dtype: str, model: str) -> None:
     if dims.whole or dims.classes:
         raise dims.unknown("method.base")
     family = family_for(dims.family, model)
-    check_writable(family, dims, model)
+    if kind in MLX_BITS:
+        mlx_packing.check_packs(family, dims)
+    else:
+        check_writable(family, dims, model)
 
 
 def round_weights(loaded: LoadedModel, kind: str) -> None:
-    """Round the weights of a model in place, once, as a GGUF file of type `kind` has them.
+    """Round the weights of a model in place, once, as a file of that kind has them.
 
     An adapter that is next to its layers stays as it is.
 
     Weights that are not in float32 are rounded once more.
 
     Raises:
-        ConfigError: the weights are packed.
-        ModelError: the model has no GGUF form.
+        ConfigError: the weights are packed, or rounded to another kind.
+        ModelError, MissingPackageError: as `check_rounds`.
     """
     if _ROUNDED.get(loaded.model) == kind:
         return
@@ -77,7 +87,7 @@ def round_weights(loaded: LoadedModel, kind: str) -> None:
 def round_base(loaded: LoadedModel, kind: str) -> None:
     """Round a session's model in place; errors are those of `check_rounds`."""
     dtype = str(loaded.family.head_weight.dtype).removeprefix("torch.")
-    check_rounds(loaded.dims, dtype, loaded.source.source)
+    check_rounds(loaded.dims, dtype, loaded.source.source, kind)
     round_weights(loaded, kind)
 
 
@@ -107,15 +117,16 @@ def _rounded(loaded: LoadedModel, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that a file rounds, and its rounded numbers in float32 on the CPU."""
     import torch
 
+    if loaded.model in _ROUNDED:
+        raise ConfigError(
+            f"the weights of {loaded.source.source} are rounded already, in another way",
+            expected=f"weights that are not rounded, or {kind}",
+            received=_ROUNDED[loaded.model],
+            hint="load the model again",
+        )
     text = text_model(loaded)
-    family = type(text.family)
-    dims = text.dims
-    parts = gguf_parts(family, dims, architecture_of(family, dims))
-    types = _types(family, dims, parts, kind)
     state = _weights(text.model)
-    for name, own in parts.items():
-        if _stays(own, types):
-            continue
+    for name, numbers in _roundings(type(text.family), text.dims, kind).items():
         weight = state.get(name)
         if weight is None or not weight.is_floating_point():
             raise ConfigError(
@@ -123,18 +134,40 @@ def _rounded(loaded: LoadedModel, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
                 expected="the model that the adapter was trained on",
                 received=f"no {name}",
             )
-        arrays = parts_of(family, name, weight.float().cpu().numpy(), dims, len(own))
-        back = joined([rounded(array, types[part]) for part, array in zip(own, arrays)])
-        value = np.ascontiguousarray(from_gguf(family, name, back, dims))
+        value = np.ascontiguousarray(numbers(weight.float().cpu().numpy()))
         yield weight, torch.from_numpy(value).view(weight.shape)
 
 
 def rounded_names(loaded: LoadedModel, kind: str) -> set[str]:
     """Return the names of the weights that `round_weights` changes."""
-    family = type(loaded.family)
-    parts = gguf_parts(family, loaded.dims, architecture_of(family, loaded.dims))
-    types = _types(family, loaded.dims, parts, kind)
-    return {name for name, own in parts.items() if not _stays(own, types)}
+    return set(_roundings(type(loaded.family), loaded.dims, kind))
+
+
+def _roundings(
+    family: type[Family], dims: ModelDims, kind: str
+) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """Return, by the name of each weight that a file rounds, what makes its rounded numbers."""
+    if kind in MLX_BITS:
+        mlx_packing.check_packs(family, dims)
+        return dict.fromkeys(
+            family.weight_shapes(dims), partial(mlx_packing.rounded, bits=MLX_BITS[kind])
+        )
+    parts = gguf_parts(family, dims, architecture_of(family, dims))
+    types = _types(family, dims, parts, kind)
+    return {
+        name: partial(_as_gguf, family, dims, name, [types[part] for part in own])
+        for name, own in parts.items()
+        if any(types[part] != "float32" for part in own)
+    }
+
+
+def _as_gguf(
+    family: type[Family], dims: ModelDims, name: str, types: list[str], value: np.ndarray
+) -> np.ndarray:
+    """Return the numbers that a GGUF file has of a weight whose parts have those types."""
+    arrays = parts_of(family, name, value, dims, len(types))
+    back = joined([rounded(array, dtype) for dtype, array in zip(types, arrays)])
+    return from_gguf(family, name, back, dims)
 
 
 def _types(
@@ -148,10 +181,6 @@ def _types(
         for part, shape in zip(own, part_shapes(sizes[name], len(own)))
     }
     return types_of(shapes, kind)
-
-
-def _stays(own: tuple[str, ...], types: dict[str, str]) -> bool:
-    return all(types[part] == "float32" for part in own)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from ondevice.server.room import check_room_here, needs
 SPARE_BYTES = 256 << 20
 """Bytes that a conversion leaves free on the disk, for jobs and the database."""
 _BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_k_m": 26 / 32, "q5_k_m": 28 / 32,
-          "q6_k": 34 / 32}  # fmt: skip
+          "q6_k": 34 / 32, "4bit": 36 / 64, "8bit": 68 / 64}  # fmt: skip
 """Bytes per element, about; two for every other type."""
 
 

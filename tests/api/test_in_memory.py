@@ -84,8 +84,11 @@ def test_a_second_run_begins_at_the_base_model(method: str) -> None:
     assert loss_of(loaded) == same(loss_of("tiny:llama", adapter=second))
 
 
+@pytest.mark.parametrize("base", ["q4_0", "mlx_4bit"])
 @pytest.mark.parametrize("method", ["lora", "mesp"])
-def test_a_model_whose_weights_a_run_rounds_is_said_to_stay_rounded(method: str) -> None:
+def test_a_model_whose_weights_a_run_rounds_is_said_to_stay_rounded(method: str, base: str) -> None:
+    if base == "mlx_4bit":
+        pytest.importorskip("mlx_lm")
     notes: list[Any] = []
     settings: dict[str, Any] = {**FAST, "method": method, "sinks": [notes.append]}
     loaded = ondevice.load_model("tiny:llama", dtype="float32")
@@ -95,7 +98,7 @@ def test_a_model_whose_weights_a_run_rounds_is_said_to_stay_rounded(method: str)
     loaded = ondevice.load_model("tiny:llama", dtype="float32")
     weight: Any = loaded.family.linear(0, "up_proj").weight
     before = weight.detach().clone()
-    ondevice.train(loaded, ROWS, base="q4_0", **settings)
+    ondevice.train(loaded, ROWS, base=base, **settings)
     assert not torch.equal(before, weight)
     assert any("stay rounded" in text for text in notes[0].said)
 

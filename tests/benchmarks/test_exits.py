@@ -40,9 +40,16 @@ def test_labels_of_few_rows_agree_in_every_reader(
     assert [row["differ"] for row in rows] == [0] * 4, rows
 
 
-@pytest.mark.parametrize(("task", "exits"), [("sst2", "adapter,mlx"), ("calls", "pair")])
+@pytest.mark.parametrize(
+    ("task", "base", "exits"),
+    [
+        ("sst2", "q4_0", "adapter,mlx"),
+        ("sst2", "mlx_4bit", "adapter,mlx-pair"),
+        ("calls", "q4_0", "pair"),
+    ],
+)
 def test_what_rounding_leaves_is_asked_of_every_exit(
-    task: str, exits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, base: str, exits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("mlx_lm")
@@ -58,10 +65,10 @@ def test_what_rounding_leaves_is_asked_of_every_exit(
     model = save_tiny(tmp_path / "model", "llama", vocab=288, max_positions=256)
     args = argparse.Namespace(
         model=str(model), data=data.parent, rows=3, steps=3, learning_rate=0.02, seeds="0",
-        bases="q4_0", exits=exits,
+        bases=base, exits=exits,
     )  # fmt: skip
     rows = rounding.compare(tmp_path / "work", task, args)
-    assert [row["base"] for row in rows] == ["q4_0"] * len(exits.split(","))
+    assert [row["base"] for row in rows] == [base] * len(exits.split(","))
     assert all(0 <= row["accuracy"] <= 1 for row in rows if row["seeds"])
     assert rows[0]["seeds"] == 1 and abs(rows[0]["loss"]) <= 100
     float_run = rounding.Work(tmp_path / "work", task, "float32", 0, args)

@@ -17,13 +17,16 @@ READERS = {
     "gguf-pair": "llama.cpp",
     "mlx": "mlx-lm",
     "mlx-model": "mlx-lm",
+    "mlx-pair": "mlx-lm",
     "ollama": "llama.cpp",
     "peft": "PEFT",
     "safetensors": "transformers",
     "vllm": "PEFT",
 }
 """The program that a test opens each form with."""
-WITHOUT = {("executorch", "lfm2"), ("executorch", "qwen2_moe"), ("mlx-model", "qwen2_moe")}
+WITHOUT = {
+    ("executorch", "lfm2"), ("executorch", "qwen2_moe"), ("mlx-model", "qwen2_moe"), ("mlx-pair", "qwen2_moe"),
+}  # fmt: skip
 """What is refused: a program has one way through, and experts are packed in another way."""
 CELLS = [(form, family) for form in READERS for family in FAMILIES if (form, family) not in WITHOUT]
 MORE = (

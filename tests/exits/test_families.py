@@ -165,7 +165,7 @@ def test_mlx_lm_writes_the_greedy_tokens_of_base_plus_adapter(form: str, tmp_pat
     packed, _ = load_mlx(out)
     packed.set_dtype(mx.float32)
     state = merged.state_dict()
-    for name, value in mlx_model._read(mx, out, [*loaded.family.weight_shapes(loaded.dims)], 8):
+    for name, value in mlx_model.read_tensors(out, loaded.family.weight_shapes(loaded.dims), 8):
         state[name].copy_(torch.from_numpy(value))
     written = [*IDS]
     for _ in range(12):

@@ -14,6 +14,7 @@ from ondevice.exits import convert, form_names
 from ondevice.exits.base import form_of
 from ondevice.generation.torch_model import TorchModel
 from ondevice.models import load_model
+from tests.exits.by_mlx_lm import mlx_log_probabilities, opened_pair
 from tests.exits.conftest import IDS, Case, log_probabilities
 from tests.exits.llama_cpp import LlamaCpp, base_gguf, check_zeros_change_nothing
 from tests.exits.table import CELLS, FAMILIES, PAGE, READERS, update
@@ -58,24 +59,24 @@ def by_transformers(case: Case, form: str, out: Path) -> np.ndarray:
 
 
 def by_mlx_lm(case: Case, form: str, out: Path) -> np.ndarray:
-    mx = pytest.importorskip("mlx.core")
+    pytest.importorskip("mlx.core")
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import load_adapters
     from mlx_lm.utils import load_model as load_mlx
 
+    if form == "mlx-pair":
+        return mlx_log_probabilities(opened_pair(out))
     if form == "mlx-model":
         packed, config = load_mlx(out)
         names = [name for name, _ in tree_flatten(packed.model.layers[0].parameters())]
         assert config["quantization"]["bits"] == 8 and any("scales" in name for name in names)
-        logits = np.array(packed(mx.array([IDS])).astype(mx.float32))[0, -1].astype(np.float64)
-        return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        return mlx_log_probabilities(packed)
     config = json.loads((case.model / "config.json").read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where mlx-lm looks for it
     loaded, _ = load_mlx(case.model, model_config=config)
     load_adapters(loaded, str(out))
     loaded.eval()
-    logits = np.array(loaded(mx.array([IDS])).astype(mx.float32))[0, -1].astype(np.float64)
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    return mlx_log_probabilities(loaded)
 
 
 def by_executorch(case: Case, form: str, out: Path) -> np.ndarray:

@@ -38,7 +38,7 @@ CHAT = TrainedTask(
     prompt="<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n",
     ends=("<|im_end|>",),
 )
-FOLDERS = ("mlx", "mlx-model", "ollama", "peft", "safetensors", "vllm")
+FOLDERS = ("mlx", "mlx-model", "mlx-pair", "ollama", "peft", "safetensors", "vllm")
 
 
 def with_task(case: Case, folder: Path, task: TrainedTask) -> Path:
