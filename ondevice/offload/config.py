@@ -18,6 +18,8 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a value, by `EngineConfig.compute`."""
 RECORD_BYTES = {"float32": 4.40625, "bfloat16": 5.15625, "int8": 3.28125}
 """Of an update that may be taken back (`runtime_ops.adam_undo`), bytes a parameter, by `moments`."""
+CODED_BYTES = 18 / 32
+"""Of a number in 4 bits, with its part of a scale: see `runtime_ops.gradient_codes`."""
 FEW_EXPERTS = 0.5
 """`experts: auto` copies those that are used if they are expected to be less than this part: what
 the router has not chosen yet cannot be copied ahead."""

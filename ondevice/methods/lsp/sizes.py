@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ondevice.core.dims import MoeDims
-from ondevice.runtime_ops.gradient_codes import coded_bytes
+from ondevice.offload.config import CODED_BYTES
 
 if TYPE_CHECKING:
     from ondevice.core.dims import ModelDims
@@ -201,7 +201,7 @@ def _saved(dims: ModelDims, config: LspConfig, item: int) -> int:
         return 0
     tables = sum(shape.numel for shape in projected(dims, config) if shape.kind != "layer")
     numbers = dims.layers * wire(dims, config) + tables
-    return numbers * item - coded_bytes(numbers)
+    return numbers * item - int(numbers * CODED_BYTES)
 
 
 def slides(dims: ModelDims, config: LspConfig) -> bool:
