@@ -138,7 +138,7 @@ class EngineConfig(StrictConfig):
 
     @property
     def coded(self) -> bool:
-        """True if the layers' gradients cross the bus in 4 bits (`gradient_codes`)."""
+        """True if the layers' gradients cross the bus in 4 bits (`gradient_codes`), a layer's in one piece."""
         return False
 
     @property

@@ -148,18 +148,17 @@ class LspConfig(EngineConfig, ProjectorConfig):
             raise ValueError(
                 "moments: int8 cannot be carried into another subspace; float32 or bfloat16 can"
             )
-        alike = ("device", "compute", "compute")
-        chosen = (self.weight_placement, self.weight_dtype, self.gradient_dtype)
-        if not self.project and chosen != alike:
-            if self.gradient_dtype == "int4":
-                received = "gradient_dtype: int4"
-            elif self.weight_placement == "host":
-                received = "weight_placement: host"
-            else:
-                received = f"weight_dtype: {self.weight_dtype}"
-            raise ValueError(
-                f"{received} is for project: true; without it all is in the compute dtype"
-            )
+        whole = {
+            "gradient_dtype": "compute",
+            "weight_placement": "device",
+            "weight_dtype": "compute",
+        }
+        for key, value in whole.items():
+            if not self.project and getattr(self, key) != value:
+                raise ValueError(
+                    f"{key}: {getattr(self, key)} is for project: true; "
+                    "without it all is in the compute dtype"
+                )
         if self.weight_placement == "host" and self.weight_dtype != "compute":
             raise ValueError(
                 f"weight_dtype: {self.weight_dtype} is for weights on the device; on the host it is compute"

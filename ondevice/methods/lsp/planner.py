@@ -136,8 +136,13 @@ def recommend(
     """
     request = plan.request
     at = speed(plan.request, rates)
-    alike = dict.fromkeys(("weight_dtype", "gradient_dtype"), "compute")
-    unprojected = _with(request, project=False, weight_placement="device", **alike)
+    unprojected = _with(
+        request,
+        project=False,
+        weight_placement="device",
+        weight_dtype="compute",
+        gradient_dtype="compute",
+    )
     costs = {"given": cost(request, at), "zero": cost(unprojected, at)}
     sentences = [_compared(request, costs["given"], costs["zero"], at)]
     if not at.known:
